@@ -76,7 +76,7 @@ def test_stock_tree_is_sglangs(args: tuple[int, int, int, int], pick: int) -> No
 
 
 def sglang_organize() -> Callable:
-    """`organize_draft_results` from the installed wheel's source: importing its module takes half a minute."""
+    """`organize_draft_results` from the wheel's source: importing its module takes half a minute."""
     package = importlib.util.find_spec("sglang")
     assert package is not None and package.origin is not None
     source = (Path(package.origin).parent / "srt/speculative/eagle_utils.py").read_text()
