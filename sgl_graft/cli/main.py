@@ -43,7 +43,7 @@ class LazyGroup(TyperGroup):
         return None if entry is None else TyperCommand(cmd_name, help=entry.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[arg-type]  # names for "did you mean"
+        self.commands = {known: self.get_command(ctx, known) for known in COMMANDS}  # for "did you mean"
         name, _placeholder, rest = super().resolve_command(ctx, args)
         return name, _load(str(name)), rest
 

@@ -107,9 +107,7 @@ def default_server_args(
         args += ["--speculative-algorithm", algorithm]
         if defaults.needs_draft:
             if draft is None and target is not None:
-                raise ValueError(
-                    f"{algorithm} on {target} needs a draft trained for it: name it with --draft"
-                )
+                raise ValueError(f"{algorithm} needs a draft trained for {target}: name it with --draft")
             args += ["--speculative-draft-model-path", str(draft or embedded_draft(algorithm))]
         args += _tree_args(defaults, tree)
     if tree.config is not None:
@@ -118,9 +116,9 @@ def default_server_args(
 
 
 def _tree_args(defaults: AlgorithmDefaults, tree: TreeSettings) -> list[str]:
-    steps = tree.steps or defaults.steps
-    topk = tree.topk or defaults.topk
-    slots = tree.slots or defaults.slots
+    steps = defaults.steps if tree.steps is None else tree.steps
+    topk = defaults.topk if tree.topk is None else tree.topk
+    slots = defaults.slots if tree.slots is None else tree.slots
     if topk == 1 and steps is not None:
         # A chain has exactly one slot per step and the root; SGLang warns and rewrites anything else.
         slots = steps + 1

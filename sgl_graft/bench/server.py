@@ -1,0 +1,126 @@
+"""One `sglang.launch_server` process: its own process group, port and log; nothing of it survives `stop`."""
+
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+import psutil
+
+from sgl_graft.bench.client import ServerError
+from sgl_graft.cli.serve import launch_command
+
+LOG_TAIL_LINES = 40
+STOP_GRACE_S = 15.0
+PR_SET_PDEATHSIG = 1
+
+
+class ServerProcess:
+    """A started server; use as a context manager or call `stop`."""
+
+    def __init__(
+        self, name: str, args: Sequence[str], log: Path, command: Sequence[str] | None = None
+    ) -> None:
+        port = free_port()
+        self.name = name
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        launcher = command or launch_command(())
+        self.command = [*launcher, *args, "--host", "127.0.0.1", "--port", str(port)]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w", encoding="utf-8") as output:
+            output.write(shlex.join(self.command) + "\n")
+            output.flush()
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+
+    def __enter__(self) -> "ServerProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None] = lambda seconds: None) -> float:
+        """Wait until a request goes through; returns the seconds it took."""
+        start = time.monotonic()
+        while (waited := time.monotonic() - start) < timeout_s:
+            if (code := self._process.poll()) is not None:
+                raise ServerError(f"the {self.name} server exited with code {code}; {self.log_tail()}")
+            with contextlib.suppress(httpx.HTTPError):
+                answer = httpx.get(f"{self.url}/health_generate", timeout=30, trust_env=False)
+                if answer.status_code == 200:
+                    return waited
+            on_wait(waited)
+            time.sleep(0.5)
+        raise ServerError(f"the {self.name} server was not ready after {timeout_s:.0f} s; {self.log_tail()}")
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join([f"its log {self.log} ends:", *lines])
+
+    def tree(self) -> list[psutil.Process]:
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the whole process tree so far, children that have ended included."""
+        total = 0.0
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+    def memory_bytes(self) -> int:
+        """Memory that stopping this server would free, as near as the platform tells."""
+        total = 0
+        for process in self.tree():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                total += process.memory_full_info().uss
+        return total
+
+    def stop(self) -> None:
+        """End the whole group: politely, then not."""
+        members = self.tree()
+        _signal_group(self._process.pid, signal.SIGTERM)
+        _gone, alive = psutil.wait_procs(members, timeout=STOP_GRACE_S)
+        if alive:
+            _signal_group(self._process.pid, signal.SIGKILL)
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(alive, timeout=STOP_GRACE_S)
+        self._process.wait(timeout=STOP_GRACE_S)
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
+def _die_with_parent() -> None:
+    """A bench killed outright must not leave a server holding the machine."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

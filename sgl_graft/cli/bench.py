@@ -1,0 +1,135 @@
+"""`sgl-graft bench`: reads the command line; the work is in sgl_graft.bench."""
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False, invoke_without_command=True, no_args_is_help=True)
+prompts_app = typer.Typer(help="Make prompt files.", no_args_is_help=True)
+app.add_typer(prompts_app, name="prompts")
+
+Repeated = list[str]
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    variants: Annotated[
+        str, typer.Option(help="Algorithms, or NAME=ALGORITHM for a copy: none,EAGLE3,chain=EAGLE3.")
+    ] = "none,EAGLE3",
+    prompts: Annotated[str, typer.Option(help="JSONL files with `turns` or `prompt`, comma-separated.")] = "",
+    output: Annotated[Path, typer.Option(help="Result file; journal, logs and plot lie beside it.")] = Path(
+        "bench.json"
+    ),
+    target: Annotated[Path | None, typer.Option(help="Model folder (default: the embedded model).")] = None,
+    draft: Annotated[Repeated, typer.Option(help="VARIANT=DIR (default: the draft that ships).")] = [],  # noqa: B006
+    num_prompts: Annotated[int, typer.Option(min=1, help="Rows per file, first rows first.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, comma-separated.")] = "1",
+    temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated.")] = "0",
+    top_p: Annotated[float, typer.Option(help="At T > 0.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="At T > 0.")] = -1,
+    min_p: Annotated[float, typer.Option(help="At T > 0.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times every cell is measured.")] = 1,
+    seed: Annotated[int, typer.Option(help="From which every prompt's own seed is derived.")] = 0,
+    settings: Annotated[
+        Repeated, typer.Option("--set", help="VARIANT.KEY=VALUE; keys: steps, topk, slots, config.")
+    ] = [],  # noqa: B006
+    server_arg: Annotated[
+        Repeated, typer.Option(help="VARIANT=--flag=value for one server, --flag=value for all.")
+    ] = [],  # noqa: B006
+    url: Annotated[Repeated, typer.Option(help="VARIANT=URL of a server that already runs.")] = [],  # noqa: B006
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda when present).")] = None,
+    chat_template: Annotated[bool, typer.Option(help="Wrap each prompt as a user turn.")] = True,
+    warm: Annotated[bool, typer.Option(help="Keep caches and everything learned between cells.")] = False,
+    explain_differences: Annotated[
+        bool, typer.Option(help="Ask the reference server how close its two best tokens were.")
+    ] = False,
+    resident_servers: Annotated[
+        int | None, typer.Option(min=1, help="Most servers up at once (default: as memory allows).")
+    ] = None,
+    fresh: Annotated[bool, typer.Option(help="Forget the journal of an earlier run.")] = False,
+    start_timeout: Annotated[float, typer.Option(help="Seconds a server may take to start.")] = 300.0,
+    request_timeout: Annotated[float, typer.Option(help="Seconds a request may be silent.")] = 600.0,
+) -> None:
+    """Measure variants side by side over HTTP. The same command again continues where it stopped."""
+    if context.invoked_subcommand is not None:
+        return
+    from rich.console import Console
+
+    from sgl_graft.bench import plan
+    from sgl_graft.bench.prompts import load_datasets, load_tokenizer, read_rows
+    from sgl_graft.bench.runner import BenchOptions
+    from sgl_graft.cli.serve import embedded_target
+
+    files = tuple(Path(part.strip()) for part in prompts.split(",") if part.strip())
+    if not files:
+        raise ValueError("--prompts is empty: name at least one JSONL file")
+    for file in files:
+        read_rows(file, num_prompts)
+    if target is not None and not (target / "config.json").is_file():
+        raise ValueError(f"--target {target}: no model there (no config.json)")
+    if output.suffix != ".json":
+        raise ValueError(f"--output {output}: name a .json file")
+    parsed = plan.parse_variants(
+        variants,
+        drafts=draft,
+        settings=settings,
+        server_args=[item for item in server_arg if not item.startswith("-")],
+        urls=url,
+    )
+    temperatures = plan.parse_numbers("--temperature", temperature, float, 0.0)
+    concurrencies = plan.parse_numbers("--concurrency", concurrency, int, 1)
+    folder = target or embedded_target()
+    datasets = load_datasets(
+        files, num_prompts, load_tokenizer(folder), chat_template=chat_template, base_seed=seed
+    )
+    options = BenchOptions(
+        target=folder,
+        embedded=target is None,
+        variants=parsed,
+        datasets=datasets,
+        sampling=plan.Sampling(max_new_tokens, top_p, top_k, min_p),
+        temperatures=temperatures,
+        concurrencies=concurrencies,
+        repeats=repeats,
+        output=output,
+        dtype=dtype,
+        device=device,
+        server_args=tuple(item for item in server_arg if item.startswith("-")),
+        warm=warm,
+        fresh=fresh,
+        explain=explain_differences,
+        max_resident=resident_servers,
+        start_timeout_s=start_timeout,
+        request_timeout_s=request_timeout,
+    )
+    run(options, Console())
+
+
+def run(options: Any, console: Any) -> None:
+    from sgl_graft.bench import report
+    from sgl_graft.bench.client import ServerError
+    from sgl_graft.bench.runner import Bench
+
+    # A plain kill would skip the `finally` that ends the servers.
+    signal.signal(signal.SIGTERM, lambda *_: _raise_exit(143))
+    try:
+        result = Bench(options, console).run()
+    except ServerError as error:
+        typer.secho(f"sgl-graft: {error}", fg=typer.colors.RED, err=True)
+        typer.echo(f"Finished cells are kept in {options.journal}; the same command continues.", err=True)
+        raise typer.Exit(1) from error
+    console.print(report.summary_table(result))
+    if (comparisons := report.comparison_table(result)) is not None:
+        console.print(comparisons)
+    for line in report.difference_lines(result):
+        console.print(line, markup=False)
+    console.print(f"{options.output}, plot {options.output.with_suffix('.png')}")
+
+
+def _raise_exit(code: int) -> None:
+    raise SystemExit(code)
