@@ -1,0 +1,52 @@
+"""The one entry point SGLang calls, in every process, before it parses its arguments.
+
+SGLang logs and swallows a plugin's exception. A contract that is broken while our algorithms are asked
+for must stop the server, so it is raised as :class:`SystemExit`, which SGLang lets through.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.metadata import version
+
+from .patches import ContractError, Patch, apply, table_for
+
+logger = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "SGL_GRAFT_DISABLE"
+ALGORITHMS = ("GRAFT", "BLOCKPILOT", "SPECBLOCK")
+
+
+def disabled() -> bool:
+    """Whether the user switched sgl_graft off for this process and its children."""
+    return os.environ.get(DISABLE_VARIABLE, "") not in ("", "0")
+
+
+def selected() -> bool:
+    """Whether this process was asked for something that is ours."""
+    from .config import CONFIG_VARIABLE
+
+    if CONFIG_VARIABLE in os.environ:
+        return True
+    words = [word.upper() for argument in sys.argv[1:] for word in argument.split("=")]
+    return "--GRAFT-CONFIG" in words or any(name in words for name in ALGORITHMS)
+
+
+def patches_of(*features: str, stage: str | None = None) -> list[Patch]:
+    """The patches of the installed release that belong to any of ``features``."""
+    table = table_for(version("sglang"))
+    return [p for p in table if p.feature in features and (stage is None or p.stage == stage)]
+
+
+def load() -> None:
+    """Check the contract and install what every SGLang process needs."""
+    if disabled():
+        return
+    try:
+        apply(patches_of("names", stage="load"))
+    except ContractError as error:
+        if selected():
+            sys.exit(f"sgl_graft refuses to start: {error}")
+        logger.warning("sgl_graft stays out of this server: %s", error)
