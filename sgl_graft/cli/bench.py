@@ -133,3 +133,22 @@ def run(options: Any, console: Any) -> None:
 
 def _raise_exit(code: int) -> None:
     raise SystemExit(code)
+
+
+@prompts_app.command("code")
+def code_prompts(
+    output: Annotated[Path, typer.Option(help="Folder for the files, one per context length.")],
+    target: Annotated[Path | None, typer.Option(help="Whose tokens to count (default: embedded).")] = None,
+    contexts: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "1024,2048,4096",
+    rows: Annotated[int, typer.Option(min=1, help="Prompts per file.")] = 10,
+    seed: Annotated[int, typer.Option(help="Another seed cuts elsewhere.")] = 0,
+) -> None:
+    """Code completion on the Python standard library's own source, at several prompt lengths."""
+    from sgl_graft.bench.code_prompts import write_code_prompts
+    from sgl_graft.bench.plan import parse_numbers
+    from sgl_graft.bench.prompts import load_tokenizer
+    from sgl_graft.cli.serve import embedded_target
+
+    lengths = parse_numbers("--contexts", contexts, int, 64)
+    for file in write_code_prompts(output, load_tokenizer(target or embedded_target()), lengths, rows, seed):
+        typer.echo(file)

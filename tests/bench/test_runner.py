@@ -139,7 +139,8 @@ def test_own_servers_alternate_are_accounted_and_are_gone(make_bench: Make, draf
     assert set(psutil.Process().children(recursive=True)) <= before
     assert not fakes_with_child()
     assert all(row["identical"] == row["compared"] for row in result["runs"] if row["compared"])
-    assert all(row["server_cpu_s_per_token"] > 0 for row in result["runs"])
+    # A cell this short may fall between two ticks of the kernel's clock; all of them together do not.
+    assert sum(row["server_cpu_s_per_token"] for row in result["runs"]) > 0
     assert {row["accept_length"] for row in result["runs"]} == {None, 2.5}
     order = [json.loads(line)["cell"][0] for line in bench.options.journal.read_text().splitlines()]
     assert order == ["none", "EAGLE3"] * 2 + ["EAGLE3", "none"] * 2
