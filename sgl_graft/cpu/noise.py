@@ -7,44 +7,29 @@ reach the same position of the same request meet the same ``e``, so they draw th
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
+import numpy as np
 import torch
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
-_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of signed 64-bit integers."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finaliser, in place (Steele, Lea and Flood 2014)."""
-    x ^= _shift_right(x, 30)
-    x *= _MIX_1
-    x ^= _shift_right(x, 27)
-    x *= _MIX_2
-    x ^= _shift_right(x, 31)
-    return x
+_WORD = (1 << 64) - 1
 
 
 def race_speeds(
-    seeds: torch.Tensor,  # [rows] int64
-    positions: torch.Tensor,  # [rows] int64
+    keys: list[tuple[int, int]],  # [rows] (seed, position)
     vocab_size: int,
 ) -> torch.Tensor:  # [rows, vocab] fp32
-    """``1 / e`` of every token: its speed in the race, to be multiplied by its probability."""
-    key = _mix(_mix(seeds.long() * 1) + positions.long() * _GOLDEN)
-    token = torch.arange(1, vocab_size + 1, dtype=torch.int64) * _GOLDEN
-    bits = _mix(key.unsqueeze(1) + token)
-    # 53 random bits, centred in their cell: never 0, never 1.
-    uniform = _shift_right(bits, 11).double().add_(0.5).mul_(2.0**-53)
-    return uniform.log_().neg_().reciprocal_().float()
+    """``1 / e`` of every token: its speed in the race, to be multiplied by its probability.
+
+    One counter-based stream per key (Philox, Salmon et al. 2011), so rows are independent of each other.
+    """
+    times = np.empty((len(keys), vocab_size))
+    for row, (seed, position) in enumerate(keys):
+        stream = np.random.Philox(key=np.array([seed & _WORD, position & _WORD], dtype=np.uint64))
+        np.random.Generator(stream).standard_exponential(out=times[row])
+    return torch.from_numpy(times).reciprocal_().float()
 
 
 def seed_of(request_id: str) -> int:
     """A 63-bit seed for a request that names none; the same on every rank, since ranks share the id."""
-    from hashlib import blake2b
-
     return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1

@@ -48,7 +48,8 @@ class CoupledSampler(Sampler):
                 "or start the server with --sampling-backend pytorch"
             )
         rows, vocab_size = probs.shape
-        speeds = race_speeds(sampling_info.sampling_seed, positions, vocab_size)
+        keys = list(zip(sampling_info.sampling_seed.tolist(), positions.tolist(), strict=True))
+        speeds = race_speeds(keys, vocab_size)
         # The caller takes log-probabilities from ``probs`` afterwards.
         tokens = draw(
             probs.float().clone(),

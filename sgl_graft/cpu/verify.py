@@ -58,9 +58,9 @@ def target_tokens(
     owner = sampled.repeat_interleave(slots)
     probs = torch.softmax(logits[rows].float().div_(info.temperatures[owner]), dim=1)
     # Nodes at one depth share their noise.
-    keys = torch.stack((owner, positions.long()[rows]), dim=1)
+    keys = torch.stack((info.sampling_seed[owner], positions.long()[rows]), dim=1)
     distinct, noise_row = torch.unique(keys, dim=0, return_inverse=True)
-    speeds = race_speeds(info.sampling_seed[distinct[:, 0]], distinct[:, 1], logits.shape[1])
+    speeds = race_speeds([(seed, position) for seed, position in distinct.tolist()], logits.shape[1])
     tokens = draw(probs, speeds, noise_row, info.top_ks[owner], info.top_ps[owner], info.min_ps[owner])
     greedy[rows] = tokens
     return greedy.view(batch, slots)
