@@ -86,7 +86,7 @@ $(UV): requirements-uv.lock | prerequisites
 	if ! "$(PYTHON)" -c 'import pip' 2>/dev/null; then \
 		"$(PYTHON)" -m venv .tools/pip; pip=(.tools/pip/bin/python -m pip); \
 	fi; \
-	options=(--quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements-uv.lock); \
+	options=(--quiet --disable-pip-version-check --root-user-action=ignore --no-deps --require-hashes --only-binary :all: -r requirements-uv.lock); \
 	rm -rf .tools/uv; mkdir -p "$(DOWNLOADS)"; \
 	"$${pip[@]}" install "$${options[@]}" --no-index --find-links "$(DOWNLOADS)" --target .tools/uv 2>/dev/null || { \
 		"$${pip[@]}" download "$${options[@]}" --dest "$(DOWNLOADS)"; \
@@ -98,7 +98,7 @@ $(UV): requirements-uv.lock | prerequisites
 	@echo "sgl_graft: building .venv from requirements.lock"
 	@set -e; [ -x $(BIN)/python ] || $(UV) venv --quiet --python "$(PYTHON)" .venv; \
 	install=($(UV) pip install --python $(BIN)/python --require-hashes -r requirements.lock); offline=; \
-	if "$${install[@]}" --offline --dry-run >/dev/null 2>&1; then offline=--offline; fi; \
+	if "$${install[@]}" --offline --dry-run >/dev/null 2>&1; then offline="--offline --quiet"; fi; \
 	"$${install[@]}" $$offline || "$${install[@]}"; touch $@
 
 .venv/.project: .venv/.lock pyproject.toml
