@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 from .templates import (
     PAPER_ENVELOPE_COUNTS,
-    PAPER_STAGE_COUNTS,
     Template,
     assumed_rank_prior,
-    paper_envelope,
+    paper_templates,
     template_for_budget,
 )
 
@@ -82,11 +81,8 @@ def paper_stage_plan(
     draft_slots = [max(1, _round_half_up(slots * part, PAPER_SLOTS)) for part in PAPER_DRAFT_SLOTS]
     num_draft = tuple(count - 1 for count in draft_slots[: len(checkpoints)]) + (slots - 1,)
     if (slots, max_depth) == (PAPER_SLOTS, len(PAPER_ENVELOPE_COUNTS)):
-        envelope = paper_envelope(prior)
-        stages = [envelope.best(envelope.num_nodes)]
-        for counts in PAPER_STAGE_COUNTS[: len(checkpoints)]:
-            stages.append(envelope.best_per_depth(counts, within=stages[-1]))
-        members = (*stages[1:], envelope.best(0))
+        envelope, stages = paper_templates(prior)
+        members = (*stages[: len(checkpoints)], envelope.best(0))
         return StagePlan(slots, checkpoints, num_draft, members, envelope)
     num_retrieved = [slots - 1 - kept for kept in num_draft]
     envelope = template_for_budget(max(min_envelope, *num_retrieved), max_depth, prior)

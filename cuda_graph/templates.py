@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,23 +74,9 @@ class Template:
             )
         return tuple(position < num_nodes for position in self.order)
 
-    def best_per_depth(self, counts: Sequence[int], within: Sequence[bool] | None = None) -> tuple[bool, ...]:
-        """Membership of the best `counts[d]` paths of each depth whose parents are members too.
-
-        `within` is an earlier membership to choose from, which makes the two nested.
-        """
-        allowed = {path for node, path in enumerate(self.paths) if within is None or within[node]}
-        kept: set[RankPath] = {()}
-        for depth, count in enumerate(counts, 1):
-            level = [
-                path for path in self.paths if len(path) == depth and path[:-1] in kept and path in allowed
-            ]
-            if len(level) < count:
-                raise ValueError(
-                    f"depth {depth} offers {len(level)} nodes, {count} were asked for: ask for fewer"
-                )
-            kept.update(level[:count])
-        return tuple(path in kept for path in self.paths)
+    def membership(self, paths: Collection[RankPath]) -> tuple[bool, ...]:
+        """Which nodes are among `paths`."""
+        return tuple(path in paths for path in self.paths)
 
 
 def template_from_paths(paths: Sequence[RankPath]) -> Template:
@@ -138,8 +124,10 @@ def template_for_budget(num_nodes: int, max_depth: int, rank_prior: Sequence[flo
     return template_from_paths(paths)
 
 
-def template_from_counts(counts: Sequence[int], rank_prior: Sequence[float]) -> Template:
-    """The template with exactly `counts[d]` nodes at each depth, the likeliest whose parents are in it.
+def paths_from_counts(
+    counts: Sequence[int], rank_prior: Sequence[float], including: Collection[RankPath] = ()
+) -> list[RankPath]:
+    """Exactly `counts[d]` paths per depth, best first: those `including`, then the likeliest.
 
     Raises ValueError when a depth cannot offer that many or the prior is not positive and non-increasing.
     """
@@ -149,18 +137,24 @@ def template_from_counts(counts: Sequence[int], rank_prior: Sequence[float]) -> 
     for depth, count in enumerate(counts, 1):
         children = {(*path, rank): chances[path] * p for path in level for rank, p in enumerate(rank_prior)}
         if count > len(children):
-            raise ValueError(
-                f"depth {depth} offers {len(children)} nodes, {count} were asked for: ask for fewer"
-            )
-        level = sorted(children, key=lambda path: (-children[path], path))[:count]
+            raise ValueError(f"depth {depth} offers {len(children)} nodes, {count} asked for: ask for fewer")
+        best_first = sorted(children, key=lambda path: (path not in including, -children[path], path))
+        level = best_first[:count]
         chances.update({path: children[path] for path in level})
     del chances[()]
-    return template_from_paths(sorted(chances, key=lambda path: (-chances[path], len(path), path)))
+    return sorted(chances, key=lambda path: (-chances[path], len(path), path))
 
 
-def paper_envelope(rank_prior: Sequence[float]) -> Template:
-    """The 80-node envelope with the paper's per-depth counts."""
-    return template_from_counts(PAPER_ENVELOPE_COUNTS, rank_prior)
+def paper_templates(rank_prior: Sequence[float]) -> tuple[Template, tuple[tuple[bool, ...], ...]]:
+    """The 80-node envelope with the paper's per-depth counts, and the members of its three pruned stages.
+
+    Each stage is grown from the next smaller one, so that they are nested whatever the prior.
+    """
+    stages: list[list[RankPath]] = []
+    for counts in reversed((PAPER_ENVELOPE_COUNTS, *PAPER_STAGE_COUNTS)):
+        stages.insert(0, paths_from_counts(counts, rank_prior, set(stages[0]) if stages else ()))
+    envelope = template_from_paths(stages[0])
+    return envelope, tuple(envelope.membership(set(stage)) for stage in stages[1:])
 
 
 def _check_prior(rank_prior: Sequence[float]) -> None:
