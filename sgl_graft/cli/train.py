@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,3 +61,140 @@ def make_data(
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+@app.command("features")
+def make_features(
+    run: Annotated[Path, typer.Option(help="The training run's folder.")],
+    data: Annotated[list[Path], typer.Option(help="Dialogue files or folders of shards.")],
+    target: Annotated[Path | None, typer.Option(help="Target folder; default: the embedded model.")] = None,
+    watch: Annotated[float, typer.Option(help="Look for new shards every so many seconds; 0: once.")] = 0.0,
+) -> None:
+    """Compute the target features of dialogues that have none yet (beside a running generation or training)."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from sgl_graft import models
+    from sgl_graft.draft_training.eagle3_job import compute_features
+
+    folder = target or models.get("smollm2-135m-instruct")
+
+    def report(name: str, tokens: int) -> None:
+        typer.echo(f"{time.strftime('%H:%M:%S')} {name}: {tokens:,} tokens")
+
+    while True:
+        compute_features(folder, tuple(data), run / "features", report)
+        if not watch:
+            return
+        time.sleep(watch)
+
+
+@app.command("eagle3")
+def train_eagle3(
+    run: Annotated[Path, typer.Option(help="Folder of the run; an interrupted run continues where it was.")],
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Dialogue files or folders; default: the shipped ones.")
+    ] = None,
+    target: Annotated[Path | None, typer.Option(help="Target folder; default: the embedded model.")] = None,
+    steps: Annotated[
+        int, typer.Option(help="Total optimizer steps; raise it to continue a finished run.")
+    ] = 1500,
+    lr: float = 6e-4,
+    warmup: int = 40,
+    decay_steps: Annotated[int, typer.Option(help="Steps of linear decay at the end.")] = 300,
+    batch_targets: Annotated[int, typer.Option(help="Answer tokens per step.")] = 1024,
+    draft_vocab: Annotated[int, typer.Option(help="Tokens the draft can propose.")] = 8192,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Width of the draft's MLP; default: the target's.")
+    ] = None,
+    max_len: Annotated[int, typer.Option(help="Longest context trained.")] = 1344,
+    rope: Annotated[str | None, typer.Option(help="JSON of rope_parameters; default: the target's.")] = None,
+    max_position_embeddings: Annotated[int | None, typer.Option(help="Default: the target's.")] = None,
+    chain_steps: Annotated[int, typer.Option(help="Steps of the training-time test.")] = 5,
+    keep: Annotated[float, typer.Option(help="Share of chains trained beyond the first step.")] = 0.5,
+    weight_decay: float = 0.02,
+    bf16: Annotated[bool, typer.Option(help="Matrix products in bfloat16.")] = True,
+    threads: Annotated[int, typer.Option(help="Parts a batch is split in, one core each.")] = 2,
+    eval_every: int = 100,
+    save_every: int = 50,
+    start_from: Annotated[Path | None, typer.Option(help="Exported draft to continue from.")] = None,
+    compute_missing_features: Annotated[bool, typer.Option(help="Compute features before training.")] = True,
+    seed: int = 0,
+) -> None:
+    """Train an EAGLE-3 draft. Stop it at any time: `RUN/export` always holds a draft that SGLang loads."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import json
+
+    from sgl_graft import models
+    from sgl_graft.draft_training import dialogues, eagle3_job
+    from sgl_graft.draft_training.eagle3_recipe import Eagle3Settings
+    from sgl_graft.draft_training.loop import TrainSettings
+
+    try:
+        job = eagle3_job.Eagle3Job(
+            target=target or models.get("smollm2-135m-instruct"),
+            data=tuple(data or [dialogues.shipped("smollm2-135m-instruct")]),
+            run=run,
+            draft_vocab_size=draft_vocab,
+            batch_targets=batch_targets,
+            max_len=max_len,
+            rope=json.loads(rope) if rope else None,
+            max_position_embeddings=max_position_embeddings,
+            intermediate_size=intermediate_size,
+            start_from=start_from,
+            train=TrainSettings(
+                steps=steps,
+                lr=lr,
+                warmup=warmup,
+                decay_steps=decay_steps,
+                weight_decay=weight_decay,
+                threads=threads,
+                seed=seed,
+                eval_every=eval_every,
+                save_every=save_every,
+            ),
+            eagle3=Eagle3Settings(steps=chain_steps, keep=keep, bf16=bf16),
+        )
+        if compute_missing_features:
+            eagle3_job.compute_features(job.target, job.data, run / "features", report_shard)
+        _train(job)
+    except ValueError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def report_shard(name: str, tokens: int) -> None:
+    typer.echo(f"{time.strftime('%H:%M:%S')} features of {name}: {tokens:,} tokens")
+
+
+def _train(job: Any) -> None:
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from sgl_graft.draft_training import eagle3_job
+
+    torch.set_num_threads(1)
+    trainer = eagle3_job.make_trainer(job)
+    console = Console()
+    command = "sgl-graft " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("training", total=job.train.steps, completed=trainer.step)
+
+        def report(record: dict[str, Any]) -> None:
+            bar.update(task, completed=record["step"], description=f"loss {record['loss']:.3f}")
+            figures = record.get("held_out")
+            if figures:
+                rates = " ".join(
+                    f"{one:.3f}/{four:.3f}" for one, four in zip(figures["top1"], figures["top4"])
+                )
+                console.print(
+                    f"{time.strftime('%H:%M:%S')} step {record['step']} loss {record['loss']:.3f} "
+                    f"held-out top-1/top-4 by depth {rates}, chain {figures['chain']:.3f}, "
+                    f"{record['targets_seen'] / max(1.0, record['seconds']):.0f} answer tokens/s",
+                    soft_wrap=True,
+                )
+                eagle3_job.write_card(job, trainer, command, figures)
+                eagle3_job.draw_curve(job.run / "log.jsonl", job.run / "curve.png")
+
+        trainer.run(report)
+    typer.echo(f"draft exported to {job.run / 'export'}")

@@ -35,7 +35,7 @@ class DataJob:
     worker: int = 0
     workers: int = 1
     dtype: str = "bfloat16"
-    shard_dialogues: int = 128
+    shard_dialogues: int = 64
 
 
 def run(job: DataJob, report: Callable[[int, float], None] | None = None) -> int:

@@ -144,7 +144,17 @@ class ScriptSource:
         segments = (start, user, Text(self.pieces.to_answer), answer)
         if kind == "two-turn":
             again = Generate(40, 1.0, answer=False)
-            segments = (*segments, Text(self.pieces.to_user), again, Text(self.pieces.to_answer), answer)
+            answer = Generate(min(answer.limit, 160), answer.temperature, answer=True)
+            segments = (
+                start,
+                user,
+                Text(self.pieces.to_answer),
+                answer,
+                Text(self.pieces.to_user),
+                again,
+                Text(self.pieces.to_answer),
+                answer,
+            )
         return Script(segments, kind, index)
 
     def _encode(self, text: str) -> list[int]:
