@@ -20,17 +20,11 @@ def thresholds(
     """
     vocab_size = probs.shape[1]
     head = min(_HEAD, vocab_size)
-    result = _thresholds_of_sorted(probs.topk(head, dim=1).values, top_ks, top_ps, min_ps)
-    if head == vocab_size:
-        return result
-    head_mass = probs.topk(head, dim=1).values.sum(1)
-    undecided = ((top_ks > head) & (top_ks < vocab_size)) | (
-        (top_ps < 1.0) & (head_mass <= top_ps) & (top_ks > head)
-    )
-    rows = undecided.nonzero().squeeze(1)
-    if rows.numel():
+    result, undecided = _thresholds_of_sorted(probs.topk(head, dim=1).values, top_ks, top_ps, min_ps)
+    rows = (undecided & ((top_ks < vocab_size) | (top_ps < 1.0))).nonzero().squeeze(1)
+    if head < vocab_size and rows.numel():
         ordered = probs[rows].sort(dim=1, descending=True).values
-        result[rows] = _thresholds_of_sorted(ordered, top_ks[rows], top_ps[rows], min_ps[rows])
+        result[rows], _ = _thresholds_of_sorted(ordered, top_ks[rows], top_ps[rows], min_ps[rows])
     return result
 
 
@@ -39,14 +33,12 @@ def _thresholds_of_sorted(
     top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     min_ps: torch.Tensor,
-) -> torch.Tensor:  # [rows]
-    head = ordered.shape[1]
-    rank = torch.arange(head)
+) -> tuple[torch.Tensor, torch.Tensor]:  # [rows], and [rows] bool: top-k and top-p cut nothing of the head
+    rank = torch.arange(ordered.shape[1])
     mass_before = ordered.cumsum(1) - ordered
     kept = (rank < top_ks.unsqueeze(1)) & (mass_before <= top_ps.unsqueeze(1))
+    whole_head = kept.all(1)
     last = kept.sum(1, keepdim=True).clamp(min=1) - 1
     smallest = ordered.gather(1, last).squeeze(1)
-    # A row whose filters reach beyond the head keeps everything unless min-p says otherwise.
-    reaches_end = kept.all(1)
-    smallest = torch.where(reaches_end, torch.zeros_like(smallest), smallest)
-    return torch.maximum(smallest, ordered[:, 0] * min_ps)
+    smallest = torch.where(whole_head, torch.zeros_like(smallest), smallest)
+    return torch.maximum(smallest, ordered[:, 0] * min_ps), whole_head

@@ -1,0 +1,221 @@
+"""A tiny byte-level target that writes something like English, and an EAGLE-3 draft that it accepts.
+
+The target is a bigram model of the Python manual laid into the embedding and the LM head, disturbed by
+random transformer layers: its tokens depend on the whole context, so a wrong KV slot changes the output.
+The draft knows the bigrams alone: it attends to occurrences of its own input token and copies their
+embedding, so it is right wherever the disturbance did not change the choice. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+BOS, EOS, USER, BOT = 256, 257, 258, 259
+VOCAB = 260
+HIDDEN = 320  # above the vocabulary size, so that embeddings can be orthogonal
+LAYERS = 3
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+DRAFT_HEADS, DRAFT_HEAD_DIM = 10, 32
+DRAFT_VOCAB = 96
+EXPERTS = 4
+NORM_EPS = 1e-6
+DISTURBANCE = 0.2  # of the residual stream, by each layer; about a third of the choices then differ
+COPY_GAIN = 30.0  # makes the copied embedding outweigh what the draft carries over from its last step
+MATCH_GAIN = 3.2  # sharpens the draft's attention to occurrences of its own token
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+def build_target(folder: Path, family: str = "llama") -> Path:
+    """Write a target of one of `ARCHITECTURES` into `folder`."""
+    embedding, head = _embedding_and_head()
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "model.norm.weight": _ones(HIDDEN),
+    }
+    generator = torch.Generator().manual_seed(20)
+    for layer in range(LAYERS):
+        for name, tensor in _layer(family, generator).items():
+            weights[f"model.layers.{layer}.{name}"] = tensor
+    config = _base_config() | {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": 64,
+    }
+    if family == "qwen3_moe":
+        config |= {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+    return _write(folder, config, weights)
+
+
+def build_draft(folder: Path) -> Path:
+    """Write the EAGLE-3 draft, which fits every target of this module, into `folder`."""
+    _, head = _embedding_and_head()
+    hot = torch.from_numpy(np.sort(np.argsort(-_bigram_counts().sum(0))[:DRAFT_VOCAB].copy()))
+    width = DRAFT_HEADS * DRAFT_HEAD_DIM
+    generator = torch.Generator().manual_seed(21)
+    rotation = torch.linalg.qr(torch.randn(HIDDEN, width, generator=generator)).Q
+    nothing = torch.zeros(width, HIDDEN)  # what attention takes from the target's features
+    layer = "model.layers.0"
+    weights = {
+        "model.fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN),
+        f"{layer}.self_attn.q_proj.weight": torch.cat((rotation.T * MATCH_GAIN, nothing), 1),
+        f"{layer}.self_attn.k_proj.weight": torch.cat((rotation.T * MATCH_GAIN, nothing), 1),
+        f"{layer}.self_attn.v_proj.weight": torch.cat((torch.eye(HIDDEN), nothing), 1),
+        f"{layer}.self_attn.o_proj.weight": torch.eye(HIDDEN) * COPY_GAIN,
+        f"{layer}.mlp.gate_proj.weight": torch.zeros(64, HIDDEN),
+        f"{layer}.mlp.up_proj.weight": torch.zeros(64, HIDDEN),
+        f"{layer}.mlp.down_proj.weight": torch.zeros(HIDDEN, 64),
+        f"{layer}.input_layernorm.weight": _ones(HIDDEN),
+        f"{layer}.hidden_norm.weight": _ones(HIDDEN),
+        f"{layer}.post_attention_layernorm.weight": _ones(HIDDEN),
+        "model.norm.weight": _ones(HIDDEN),
+        "lm_head.weight": head[hot],
+        "d2t": hot - torch.arange(DRAFT_VOCAB),
+    }
+    config = _base_config() | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": DRAFT_HEADS,
+        "num_key_value_heads": DRAFT_HEADS,
+        "head_dim": DRAFT_HEAD_DIM,
+        "intermediate_size": 64,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "norm_output": True,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True},
+    }
+    return _write(folder, config, weights)
+
+
+def _bigram_counts() -> np.ndarray:  # [VOCAB, VOCAB], row: the token before
+    text = "\n".join(topics[name] for name in sorted(topics)).encode()
+    codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+    counts = np.bincount(codes[:-1] * VOCAB + codes[1:], minlength=VOCAB * VOCAB).reshape(VOCAB, VOCAB)
+    counts = counts.astype(np.float64)
+    counts[ord("\n"), EOS] = counts[ord("\n")].sum() / 50
+    for special in (BOS, EOS, USER, BOT):
+        counts[special] = counts[ord("\n")]
+    return counts
+
+
+def _embedding_and_head() -> tuple[torch.Tensor, torch.Tensor]:  # [VOCAB, HIDDEN] each
+    """Orthonormal embeddings, and the head that turns one into its bigram log-probabilities."""
+    counts = _bigram_counts() + 0.01
+    scores = torch.from_numpy(np.log(counts / counts.sum(1, keepdims=True))).float()
+    generator = torch.Generator().manual_seed(22)
+    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator)).Q[:VOCAB]
+    # RMSNorm stretches a unit vector to length sqrt(HIDDEN).
+    return basis.contiguous(), (scores.T @ basis / HIDDEN**0.5).contiguous()
+
+
+def _layer(family: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
+
+    # The stream has unit length, so a layer's output of length DISTURBANCE has entries this large.
+    gain = DISTURBANCE / HIDDEN**0.5
+    tensors = {
+        "self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN, 3.0),
+        "self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN, 3.0),
+        "self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM, 3.0 * gain),
+        "input_layernorm.weight": _ones(HIDDEN),
+        "post_attention_layernorm.weight": _ones(HIDDEN),
+    }
+    if family != "llama":
+        tensors["self_attn.q_norm.weight"] = _ones(HEAD_DIM)
+        tensors["self_attn.k_norm.weight"] = _ones(HEAD_DIM)
+    if family == "qwen3_moe":
+        tensors["mlp.gate.weight"] = matrix(EXPERTS, HIDDEN)
+        parts = [(f"mlp.experts.{expert}.", 32) for expert in range(EXPERTS)]
+    else:
+        parts = [("mlp.", 64)]
+    for prefix, width in parts:
+        tensors[f"{prefix}gate_proj.weight"] = matrix(width, HIDDEN)
+        tensors[f"{prefix}up_proj.weight"] = matrix(width, HIDDEN)
+        tensors[f"{prefix}down_proj.weight"] = matrix(HIDDEN, width, 2.0 * gain)
+    return tensors
+
+
+def _ones(size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+def _base_config() -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "torch_dtype": "float32",
+        "use_sliding_window": False,
+    }
+
+
+def _write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    _write_tokenizer(folder)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Byte-level BPE without merges: token i is byte i."""
+    # GPT-2's visible stand-ins: printable bytes stand for themselves, the others for what follows 255.
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    vocab = {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+    specials = {"<s>": BOS, "</s>": EOS, "<user>": USER, "<bot>": BOT}
+    added = [
+        {"id": index, "content": text, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for text, index in specials.items()
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab | specials, "merges": []},
+    }
+    template = "<s>{% for m in messages %}<user>{{ m.content }}\n{% endfor %}<bot>"
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": template,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
