@@ -52,6 +52,7 @@ class ServerPool:
         if (url := self._variants[name].url) is not None:
             return url.rstrip("/")
         if name in self._servers:
+            self._servers[name].check_alive()
             self._servers[name] = self._servers.pop(name)
         else:
             self._make_room()

@@ -51,7 +51,7 @@ class BenchOptions:
     fresh: bool = False
     explain: bool = False
     max_resident: int | None = None
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = 600.0
     request_timeout_s: float = 600.0
     server_command: tuple[str, ...] | None = None  # in place of SGLang's launcher
 

@@ -58,8 +58,7 @@ class ServerProcess:
         """Wait until a request goes through; returns the seconds it took."""
         start = time.monotonic()
         while (waited := time.monotonic() - start) < timeout_s:
-            if (code := self._process.poll()) is not None:
-                raise ServerError(f"the {self.name} server exited with code {code}; {self.log_tail()}")
+            self.check_alive()
             with contextlib.suppress(httpx.HTTPError):
                 answer = httpx.get(f"{self.url}/health_generate", timeout=30, trust_env=False)
                 if answer.status_code == 200:
@@ -67,6 +66,11 @@ class ServerProcess:
             on_wait(waited)
             time.sleep(0.5)
         raise ServerError(f"the {self.name} server was not ready after {timeout_s:.0f} s; {self.log_tail()}")
+
+    def check_alive(self) -> None:
+        if (code := self._process.poll()) is not None:
+            cause = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            raise ServerError(f"the {self.name} server {cause}; {self.log_tail()}")
 
     def log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
@@ -98,16 +102,42 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the whole group: politely, then not."""
-        members = self.tree()
+        members = list({*self.tree(), *_group_members(self._process.pid)})
         _signal_group(self._process.pid, signal.SIGTERM)
-        _gone, alive = psutil.wait_procs(members, timeout=STOP_GRACE_S)
-        if alive:
+        if alive := self._wait_gone(members):
             _signal_group(self._process.pid, signal.SIGKILL)
             for process in alive:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            psutil.wait_procs(alive, timeout=STOP_GRACE_S)
-        self._process.wait(timeout=STOP_GRACE_S)
+            self._wait_gone(alive)
+
+    def _wait_gone(self, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+        """The ones still running after the grace period."""
+        deadline = time.monotonic() + STOP_GRACE_S
+        alive = list(processes)
+        while alive and time.monotonic() < deadline:
+            self._process.poll()  # reaps the launcher
+            alive = [process for process in alive if _is_alive(process)]
+            time.sleep(0.05)
+        return alive
+
+
+def _group_members(leader: int) -> list[psutil.Process]:
+    """What is left of a group, its leader perhaps gone already."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if os.getpgid(process.pid) == leader:
+                members.append(process)
+    return members
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """A zombie counts as gone: where no init reaps orphans, the server's children stay zombies for good."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -52,7 +52,7 @@ def bench(
         int | None, typer.Option(min=1, help="Most servers up at once (default: as memory allows).")
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Forget the journal of an earlier run.")] = False,
-    start_timeout: Annotated[float, typer.Option(help="Seconds a server may take to start.")] = 300.0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds a server may take to start.")] = 600.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds a request may be silent.")] = 600.0,
 ) -> None:
     """Measure variants side by side over HTTP. The same command again continues where it stopped."""
