@@ -70,7 +70,7 @@ def make_features(
     target: Annotated[Path | None, typer.Option(help="Target folder; default: the embedded model.")] = None,
     watch: Annotated[float, typer.Option(help="Look for new shards every so many seconds; 0: once.")] = 0.0,
 ) -> None:
-    """Compute the target features of dialogues that have none yet (beside a running generation or training)."""
+    """Compute the target features of dialogues that have none yet (also beside a running training)."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from sgl_graft import models
     from sgl_graft.draft_training.eagle3_job import compute_features
@@ -185,7 +185,8 @@ def _train(job: Any) -> None:
             figures = record.get("held_out")
             if figures:
                 rates = " ".join(
-                    f"{one:.3f}/{four:.3f}" for one, four in zip(figures["top1"], figures["top4"])
+                    f"{one:.3f}/{four:.3f}"
+                    for one, four in zip(figures["top1"], figures["top4"], strict=True)
                 )
                 console.print(
                     f"{time.strftime('%H:%M:%S')} step {record['step']} loss {record['loss']:.3f} "
@@ -198,3 +199,35 @@ def _train(job: Any) -> None:
 
         trainer.run(report)
     typer.echo(f"draft exported to {job.run / 'export'}")
+
+
+@app.command("simulate")
+def simulate_draft(
+    draft: Annotated[Path, typer.Option(help="Exported EAGLE-3 draft.")],
+    prompts: Annotated[list[Path], typer.Option(help="JSONL files with `prompt` or `turns`.")],
+    target: Annotated[Path | None, typer.Option(help="Target folder; default: the embedded model.")] = None,
+    cache: Annotated[Path, typer.Option(help="Keeps the target's answers for the next draft.")] = Path(
+        "runs/simulate"
+    ),
+    num_prompts: Annotated[int, typer.Option(help="First rows of each file.")] = 20,
+    tokens: Annotated[int, typer.Option(help="Answer tokens per prompt.")] = 128,
+    steps: int = 5,
+    topk: int = 4,
+    slots: int = 16,
+) -> None:
+    """Accept length of a draft (greedy, bonus included) without a server."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from sgl_graft import models
+    from sgl_graft.draft_training import simulate
+
+    torch.set_num_threads(1)
+    shape = simulate.TreeShape(steps, topk, slots)
+    folder = target or models.get("smollm2-135m-instruct")
+    means = simulate.measure(
+        folder, draft, prompts, cache, num_prompts=num_prompts, tokens=tokens, shape=shape
+    )
+    for name, mean in means.items():
+        typer.echo(f"{name:12s} {mean:.3f}")
+    typer.echo(f"{'mean':12s} {sum(means.values()) / len(means):.3f}")

@@ -18,7 +18,7 @@ FORMAT_VERSION = 1
 
 @dataclass
 class Dialogue:
-    """Token ids, the half-open ranges in them that are the assistant's answers, and where the prompt came from.
+    """Token ids, the half-open ranges in them that are the assistant's answers, and the prompt's origin.
 
     `index` is the script's number in its run, so that an interrupted run knows what is done.
     """
@@ -89,10 +89,10 @@ def load(path: Path) -> DialogueFile:
 
 
 def load_all(paths: Iterable[Path]) -> list[Dialogue]:
-    """Dialogues of files and of every shard in folders, in name order. Raises ValueError when there are none."""
+    """Dialogues of files and of every shard in folders, in name order. Raises ValueError when empty."""
     files: list[Path] = []
     for path in paths:
-        files += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        files += [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
     found = [d for file in files for d in load(file).dialogues]
     if not found:
         raise ValueError(f"no dialogues in {[str(p) for p in paths]}: run `sgl-graft train data` first")

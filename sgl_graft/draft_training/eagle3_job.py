@@ -130,10 +130,10 @@ def write_card(job: Eagle3Job, trainer: Trainer, command: str, figures: dict[str
     (folder / "README.md").write_text(
         f"# EAGLE-3 draft for {job.target.name}\n\n"
         f"Trained with `sgl_graft` for {card['hours']} hours on two CPU cores: {trainer.step} steps over "
-        f"{card['answer_tokens']:,} answer tokens that the target wrote itself ({len(found):,} dialogues), contexts of "
-        f"up to {job.max_len} tokens. Serve it with stock SGLang: `--speculative-algorithm EAGLE3 "
+        f"{card['answer_tokens']:,} answer tokens that the target wrote itself ({len(found):,} dialogues), "
+        f"contexts of up to {job.max_len} tokens. Serve it with stock SGLang: `--speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path` and this folder.\n\n"
-        f"Held-out dialogues, true tokens fed, by depth of the chain (chain accept length {figures['chain']:.2f}):\n\n"
+        f"Held-out dialogues, true tokens fed (chain accept length {figures['chain']:.2f}):\n\n"
         f"| depth | top-1 | top-4 |\n|---|---|---|\n{depth}\n\nCommand:\n\n```\n{command}\n```\n"
     )
 

@@ -70,7 +70,7 @@ class Eagle3Recipe:
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Per depth, over all held-out rows fed the true tokens: how often the target's likeliest token is the
+        """Per depth, over all held-out rows fed the true tokens: how often the target's likeliest is the
         draft's first (`top1`) or among its first four (`top4`), and `chain`, the mean accept length of a
         greedy chain of `steps` proposals, bonus included.
         """
@@ -148,8 +148,8 @@ def init_from_target(draft: Eagle3Draft, target: Any, vocab: DraftVocab) -> None
 
 
 def export_eagle3(draft: Eagle3Draft, vocab: DraftVocab, folder: Path) -> None:
-    """Write the draft as `LlamaForCausalLMEagle3`: bf16 weights, `d2t` offsets, `t2d` membership; no embedding,
-    because SGLang shares the target's."""
+    """Write the draft as `LlamaForCausalLMEagle3`: bf16 weights, `d2t` offsets, `t2d` membership; no
+    embedding, because SGLang shares the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: value.detach().to(torch.bfloat16).contiguous()

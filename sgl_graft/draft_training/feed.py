@@ -14,8 +14,8 @@ Key = tuple[str, int]  # shard name, dialogue within it
 class Feed:
     """Batches of samples in a reproducible order; new shards join in the middle of an epoch.
 
-    One dialogue in `held_out_share` never trains: whether it does is decided by its shard's name and number, so
-    that the split survives restarts and more data.
+    One dialogue in `held_out_share` never trains: its shard's name and number decide, so that
+    the split survives restarts and more data.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Feed:
         return len(new)
 
     def next_batch(self) -> list[Sample]:
-        """Samples with at least `batch_targets` target rows. Raises ValueError when there is nothing to train on."""
+        """Samples with at least `batch_targets` target rows. Raises ValueError when there are none."""
         batch: list[Sample] = []
         targets = 0
         while targets < self.batch_targets:

@@ -104,8 +104,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention over KV heads that are never expanded in a decode step.
 
-    query `[batch, heads, new, dim]`, key and value `[batch, kv_heads, len, dim]`, `slot_mask`
-    `[batch, 1, 1, len]` additive (decode only; a prefill is causal). Returns `[batch, new, heads, dim]`.
+    query `[batch, heads, new, dim]`, key and value `[batch, kv_heads, len, dim]`, `slot_widths` (decode only;
+    a prefill is causal) the columns each row reads. Returns `[batch, new, heads, dim]`.
     """
     scaling = kwargs.get("scaling")
     batch, heads, new, dim = query.shape
@@ -115,9 +115,14 @@ def grouped_attention(
         )
         return out.transpose(1, 2), None
     grouped = query.view(batch, key.shape[1], heads // key.shape[1], dim)
-    mask = kwargs["slot_mask"].expand(-1, -1, grouped.shape[2], -1)
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(batch, 1, heads, dim), None
+    out = torch.empty_like(grouped)
+    # Row by row: reading exactly a row's own columns costs less than padding all to the longest.
+    for i, width in enumerate(kwargs["slot_widths"]):
+        row = slice(i, i + 1)
+        out[row] = F.scaled_dot_product_attention(
+            grouped[row], key[row, :, :width], value[row, :, :width], scale=scaling
+        )
+    return out.view(batch, 1, heads, dim), None
 
 
 AttentionInterface.register(ATTENTION_NAME, grouped_attention)
@@ -199,10 +204,8 @@ class Generator:
         cache.rows = torch.arange(len(rows))
         cache.positions = positions
         cache.width = int(positions.max()) + 1
-        mask = torch.zeros(len(rows), 1, 1, cache.width, dtype=self.dtype)
-        unread = torch.arange(cache.width)[None] > positions[:, None]  # [rows, width]
-        mask[:, 0, 0].masked_fill_(unread, float("-inf"))
-        hidden = self._forward(feed[:, None], positions[:, None], cache, mask)[:, 0]  # [rows, hidden]
+        widths = (positions + 1).tolist()
+        hidden = self._forward(feed[:, None], positions[:, None], cache, widths)[:, 0]  # [rows, hidden]
         writing = []
         for i, row in enumerate(rows):
             if row is None:
@@ -229,8 +232,9 @@ class Generator:
         drawn = (temperatures > 0).nonzero()[:, 0]
         if len(drawn):
             probs = torch.softmax(logits[drawn].float() / temperatures[drawn, None], dim=-1)
-            noise = torch.empty_like(probs).exponential_(generator=self.random)
-            chosen[drawn] = (probs / noise).argmax(-1)
+            below = probs.cumsum(-1)  # [drawn, vocab]
+            point = torch.rand(len(drawn), 1, generator=self.random) * below[:, -1:]
+            chosen[drawn] = torch.searchsorted(below, point, right=True)[:, 0].clamp_max_(probs.shape[-1] - 1)
         return chosen
 
     def _enter_text(self, row: _Row) -> None:
@@ -260,8 +264,14 @@ class Generator:
         assert isinstance(stretch, Generate)
         return stretch
 
-    def _forward(self, tokens: Tensor, positions: Tensor, cache: SlotCache, mask: Tensor | None) -> Tensor:
+    def _forward(
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, widths: list[int] | None
+    ) -> Tensor:
         """Final hidden states `[batch, new, hidden]`."""
         return self.model.model(
-            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, slot_mask=mask
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            slot_widths=widths,
         ).last_hidden_state

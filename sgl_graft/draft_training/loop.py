@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,7 +122,7 @@ class Trainer:
         scratch.replace(self.checkpoint)
 
     def run(self, report: Callable[[dict[str, Any]], None] | None = None) -> None:
-        """Train to `settings.steps`. `report` gets one dict per step, with `held_out` in it after an evaluation."""
+        """Train to `settings.steps`. `report` gets a dict per step, with `held_out` after an evaluation."""
         settings = self.settings
         self.feed.refresh()
         with ThreadPoolExecutor(settings.threads) as pool:
@@ -152,8 +151,8 @@ class Trainer:
             scratch, final, old = (self.folder / name for name in (".export", "export", ".export-old"))
             self.recipe.export(scratch)
             if final.exists():
-                os.rename(final, old)
-            os.rename(scratch, final)
+                final.rename(old)
+            scratch.rename(final)
             for file in old.glob("*") if old.exists() else ():
                 file.unlink()
             if old.exists():
@@ -207,7 +206,7 @@ class Trainer:
 
 
 def split_evenly(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
-    """Samples in `parts` lists of about equal numbers of target rows, longest first into the shortest list."""
+    """Samples in `parts` lists of about equal target rows: longest first, into the shortest list."""
     lists: list[list[Sample]] = [[] for _ in range(parts)]
     sizes = [0] * parts
     for sample in sorted(samples, key=lambda s: -len(s.rows)):

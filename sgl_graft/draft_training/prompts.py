@@ -23,27 +23,31 @@ from sgl_graft.draft_training.generate import Generate, Script, Text
 
 # First words of a user turn; the model writes the rest of the turn.
 TASKS = (
-    "Write a", "Give three", "Explain", "Describe", "Generate a", "List", "Rewrite the sentence", "Name",
-    "Suggest", "Create a", "What is the", "How can", "How do", "Classify", "Identify the", "Compare", "Find",
-    "Summarize the", "Convert", "Translate", "Edit the following", "Develop", "Design", "Calculate", "Provide",
-    "What are the", "Why", "Construct", "Propose", "Tell me", "Given the", "Compose", "Discuss", "Outline",
+    "Write a", "Give three", "Explain", "Describe", "Generate a", "List", "Rewrite the sentence",
+    "Name", "Suggest", "Create a", "What is the", "How can", "How do", "Classify", "Identify the",
+    "Compare", "Find", "Summarize the", "Convert", "Translate", "Edit the following", "Develop",
+    "Design", "Calculate", "Provide", "What are the", "Why", "Construct", "Propose", "Tell me",
+    "Given the", "Compose", "Discuss", "Outline",
 )  # fmt: skip
 QUESTIONS = (
     "Who played", "Who wrote", "Who sang", "Who is the", "Who won the", "When did the", "When was the",
     "When is the", "Where is the", "Where did", "Where was", "What is the name of", "What year did",
-    "How many", "How long", "Which country", "What does", "Who was the first", "What type of", "Where do",
-    "When does the", "Who invented", "What was the", "Who has the most", "In which", "How old is",
+    "How many", "How long", "Which country", "What does", "Who was the first", "What type of",
+    "Where do", "When does the", "Who invented", "What was the", "Who has the most", "In which",
+    "How old is",
 )  # fmt: skip
 CREATIVE = (
-    "Imagine you are", "Write a short story about", "Compose a blog post about", "Draft a professional email",
-    "Pretend to be", "Please take on the role of", "Write a persuasive", "You are a", "Act as",
-    "Describe a vivid scene", "Can you help me", "Solve the equation", "Consider the", "If a", "Suppose",
-    "A train", "Read the passage below", "Implement a program", "Write a C++ program", "What would happen if",
-    "Explain in simple terms", "Analyze the following", "Evaluate", "Extract the", "Write a Python function",
+    "Imagine you are", "Write a short story about", "Compose a blog post about",
+    "Draft a professional email", "Pretend to be", "Please take on the role of", "Write a persuasive",
+    "You are a", "Act as", "Describe a vivid scene", "Can you help me", "Solve the equation",
+    "Consider the", "If a", "Suppose", "A train", "Read the passage below", "Implement a program",
+    "Write a C++ program", "What would happen if", "Explain in simple terms", "Analyze the following",
+    "Evaluate", "Extract the", "Write a Python function",
 )  # fmt: skip
 CODE_LEADS = (
-    "Complete the code I provided.\n\n", "Complete the code I provided.\n", "Complete the following function.\n\n",
-    "Finish this Python function:\n\n", "Implement the function below.\n\n", "Complete the code I provided.\n\n",
+    "Complete the code I provided.\n\n", "Complete the code I provided.\n",
+    "Complete the following function.\n\n", "Finish this Python function:\n\n",
+    "Implement the function below.\n\n", "Complete the code I provided.\n\n",
 )  # fmt: skip
 SUMMARY_LEADS = (
     "Summarize: ", "Summarize: ", "Summarize the following text: ", "Summarize this article:\n\n",
@@ -56,9 +60,9 @@ SHORT_MIX = {
     "creative": 0.06, "two-turn": 0.04,
 }  # fmt: skip
 LONG_MIX = {"summary-own": 0.6, "summary-docs": 0.4}
-_ANSWER_LIMITS = (128, 128, 160, 192, 256)
+_ANSWER_LIMITS = (96, 128, 128, 160)
 _ANSWER_TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 1.0)
-_USER_LIMIT = 72
+_USER_LIMIT = 56
 
 
 @dataclass(frozen=True)

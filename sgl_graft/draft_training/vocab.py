@@ -14,7 +14,7 @@ from sgl_graft.draft_training.dialogues import Dialogue
 
 @dataclass(frozen=True)
 class DraftVocab:
-    """`draft_to_target` `[draft_vocab]` ascending target ids; `target_to_draft` `[vocab]`, -1 where absent."""
+    """`draft_to_target` `[draft_vocab]` ascending target ids; `target_to_draft` `[vocab]`, -1 if absent."""
 
     draft_to_target: Tensor
     target_to_draft: Tensor

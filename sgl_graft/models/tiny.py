@@ -1,4 +1,4 @@
-"""Tiny random models for tests: built in a second, nothing downloaded, loaded by transformers and stock SGLang.
+"""Tiny random models for tests: built in a second, no download, loaded by transformers and stock SGLang.
 
 target = tiny.build(tmp_path / "llama", "llama")
 draft = tiny.build_draft(tmp_path / "draft", target)
