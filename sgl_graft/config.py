@@ -45,13 +45,15 @@ class GraftConfig(Section):
         base: the engine algorithm that GRAFT patches.
         depth: levels below the root a tree may have; at least the draft's steps. None: two more than them.
         calibration: file written by ``sgl-graft calibrate``; None takes the packaged one for the draft.
-        draft_prior: weight of the draft's path probability in the ``value`` rule before calibration.
+        thresholds: one gate threshold per checkpoint of the ``staged`` rule, over the calibrated ones.
+        collect: file to write calibration counters to while serving; slower, for ``sgl-graft calibrate``.
     """
 
     rule: Literal["value", "staged"] = "value"
     base: Literal["EAGLE3", "EAGLE"] = "EAGLE3"
     depth: int | None = Field(None, ge=1, le=32)
     calibration: Path | None = None
+    collect: Path | None = None
     thresholds: tuple[float, ...] | None = None
     table: TableConfig = TableConfig()
 

@@ -31,6 +31,42 @@ PATCHES: tuple[Patch, ...] = (
         fingerprint="1a6420af6f198548",
         feature="names",
     ),
+    Patch(
+        target="sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        how="around",
+        hook="graft.select:select_worker",
+        why="builds GRAFT's worker where GRAFT was asked for; the stock one otherwise",
+        fingerprint="bd73f4e1a91a9046",
+        feature="names",
+    ),
+    # ---- GRAFT ---------------------------------------------------------------------------------------
+    Patch(
+        target="sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker",
+        how="replace",
+        hook="graft.worker:GraftDraftWorker",
+        why="the stock worker builds its draft worker by this name; ours is a subclass that grafts",
+        fingerprint="eb1a75084f91c9ac",
+        feature="graft",
+        stage="worker",
+    ),
+    Patch(
+        target="sglang.srt.speculative.eagle_utils.organize_draft_results",
+        how="around",
+        hook="graft.worker:organize",
+        why="the only place where all scored draft nodes are at hand, inside the draft graph",
+        fingerprint="dd862799bf87bf93",
+        feature="graft",
+        stage="worker",
+    ),
+    Patch(
+        target="sglang.srt.speculative.eagle_utils.build_tree_kernel_efficient",
+        how="around",
+        hook="graft.worker:build_tree",
+        why="upstream derives the tree from EAGLE's pool indices; a grafted tree brings its own parents",
+        fingerprint="10235e37d04f54b8",
+        feature="graft",
+        stage="worker",
+    ),
     # ---- the CPU platform ----------------------------------------------------------------------------
     Patch(
         target="sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",

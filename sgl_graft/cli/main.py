@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": LazyCommand("bench", "app", "Compare variants side by side: speed, accept length, same output."),
     "models": LazyCommand("models", "app", "Fetch, convert and locate the embedded models."),
     "train": LazyCommand("train", "app", "Train a draft for a target model."),
+    "calibrate": LazyCommand("calibrate", "app", "Fit GRAFT's acceptance maps to a draft and its target."),
     "doctor": LazyCommand("doctor", "doctor", "Check versions, patch set and entry points."),
 }
 

@@ -12,12 +12,12 @@ from sglang.srt.platforms.interface import KVPoolKind, PlatformCapabilities, SRT
 
 from ..patches import apply
 from ..plugin import patches_of
+from .refusals import SUPPORTED_ALGORITHMS, check_server_args
 
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKEND = "graft_cpu"
 SAMPLING_BACKEND = "graft_coupled"
-SUPPORTED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
 class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -36,17 +36,20 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         choices.SAMPLING_BACKEND_CHOICES.add(SAMPLING_BACKEND)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Fill in what the user left open.
+        """Refuse what cannot run here, and fill in what the user left open.
 
         Upstream's rules for ``--device cpu`` run before this one: they put ``intel_amx``, which needs a
         kernel library that no registry ships, where no attention backend was named, and ``pytorch`` in
         place of any sampling backend.
         """
+        check_server_args(server_args)
         if server_args.device is None:
             server_args.device = "cpu"
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND
         server_args.sampling_backend = SAMPLING_BACKEND
+        # The scheduler polls without pause otherwise, on a core that the other processes need.
+        server_args.sleep_on_idle = True
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

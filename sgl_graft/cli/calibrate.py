@@ -1,0 +1,45 @@
+"""`sgl-graft calibrate`: fit GRAFT to one draft and target."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def calibrate(
+    prompts: Annotated[list[Path], typer.Option(help="JSONL of training prompts (`turns` or `prompt`).")],
+    output: Annotated[Path, typer.Option(help="Where to write the calibration; put it beside the draft.")],
+    target: Annotated[Path | None, typer.Option(help="Model folder (default: the embedded model).")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Draft folder (default: the one that ships).")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts per file.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    steps: Annotated[int | None, typer.Option(help="Draft steps.")] = None,
+    topk: Annotated[int | None, typer.Option(help="Branches per step.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Slots verified per round.")] = None,
+) -> None:
+    """Serve training prompts once and write what the `value` rule needs to weigh draft against table."""
+    from rich.progress import Progress
+
+    from ..graft.calibrate import calibrate as run
+    from .serve import TreeSettings, embedded_draft, embedded_target
+
+    with Progress() as progress:
+        task = progress.add_task("calibrating", total=num_prompts * len(prompts))
+        fitted = run(
+            target=target or embedded_target(),
+            draft=draft or embedded_draft("GRAFT"),
+            prompts=prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            concurrency=concurrency,
+            temperature=temperature,
+            tree=TreeSettings(steps, topk, slots, None),
+            output=output,
+            on_done=lambda: progress.advance(task),
+        )
+    typer.echo(f"{output}: fitted on {fitted.rounds} rounds")

@@ -1,0 +1,121 @@
+"""The successor table on disk: one safetensors file, owner-readable only, written whole or not at all.
+
+The rows hold traces of what users wrote, so files are created with mode 0600 and ``forget`` deletes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from ..cuda_graph.successor_table import SuccessorTable
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "1"
+_TENSORS = ("tokens", "probs", "pairs")
+
+
+@dataclass(frozen=True)
+class TableIdentity:
+    """What a table belongs to; successors of another vocabulary or target would only waste slots.
+
+    Attributes:
+        target: digest of the target's configuration.
+        tokenizer: digest of the tokenizer's files.
+    """
+
+    target: str
+    tokenizer: str
+
+
+def _description(table: SuccessorTable, identity: TableIdentity) -> dict[str, str]:
+    return {
+        "format": FORMAT,
+        "target": identity.target,
+        "tokenizer": identity.tokenizer,
+        "vocab_size": str(table.vocab_size),
+        "k": str(table.k),
+        "num_tables": str(table.num_tables),
+        "order2_rows": str(table.order2_rows),
+    }
+
+
+def save_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> None:
+    """Write the table; what was saved before stays readable until the new file is complete.
+
+    Raises:
+        OSError: the disk is full or the folder is not writable; the former file is untouched.
+    """
+    content = save(
+        {name: getattr(table, name).cpu().contiguous() for name in _TENSORS},
+        metadata=_description(table, identity),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> None:
+    """Fill the table from a file.
+
+    Raises:
+        ValueError: the file is missing, damaged, or belongs to another target, tokenizer or shape.
+    """
+    remedy = "name another file, or leave graft.table.path out to start empty"
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = file.metadata() or {}
+            expected = _description(table, identity)
+            for key, value in expected.items():
+                if found.get(key) != value:
+                    raise ValueError(
+                        f"table file {path} has {key} {found.get(key)!r}, this server needs {value!r}; "
+                        f"{remedy}"
+                    )
+            loaded = {name: file.get_tensor(name) for name in _TENSORS}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"table file {path} cannot be read: {error}; {remedy}") from error
+    for name, tensor in loaded.items():
+        own: torch.Tensor = getattr(table, name)
+        if own.shape != tensor.shape or own.dtype != tensor.dtype:
+            raise ValueError(f"table file {path}: {name} has shape {tuple(tensor.shape)}; {remedy}")
+        own.copy_(tensor)
+
+
+def load_own_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> bool:
+    """Fill the table from a file this server saved earlier; a damaged one is set aside.
+
+    Returns:
+        whether the table was loaded. It is empty otherwise.
+    """
+    if not path.exists():
+        return False
+    try:
+        load_table(table, path, identity)
+    except ValueError as error:
+        aside = path.with_suffix(path.suffix + ".damaged")
+        path.replace(aside)
+        logger.warning("GRAFT starts with an empty table: %s. The file was moved to %s.", error, aside)
+        return False
+    return True
+
+
+def forget(path: Path) -> None:
+    """Delete a saved table and what was set aside beside it."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(path.suffix + ".damaged").unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""Saved tables: exact round trip, refusals, truncation at any byte, a full disk."""
+
+import stat
+
+import pytest
+import torch
+from sgl_graft.cuda_graph.successor_table import SuccessorTable
+
+from sgl_graft.graft import store
+from sgl_graft.graft.store import TableIdentity, forget, load_own_table, load_table, save_table
+
+MINE = TableIdentity(target="t", tokenizer="k")
+
+
+def make(vocab_size=20, k=3, order2_rows=8):
+    return SuccessorTable.create(vocab_size, k=k, order2_rows=order2_rows)
+
+
+def filled(**sizes):
+    table = make(**sizes)
+    generator = torch.Generator().manual_seed(1)
+    table.tokens.copy_(torch.randint(-1, 20, table.tokens.shape, generator=generator))
+    table.probs.copy_(torch.rand(table.probs.shape, generator=generator))
+    table.pairs.copy_(torch.randint(-1, 99, table.pairs.shape, generator=generator))
+    return table
+
+
+def test_round_trip_is_exact_and_private(tmp_path):
+    path, table, other = tmp_path / "a" / "table", filled(), make()
+    save_table(table, path, MINE)
+    load_table(other, path, MINE)
+    for name in ("tokens", "probs", "pairs"):
+        assert torch.equal(getattr(table, name), getattr(other, name))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [p.name for p in path.parent.iterdir()] == ["table"]
+
+
+@pytest.mark.parametrize(
+    ("identity", "sizes", "named"),
+    [
+        (TableIdentity("other", "k"), {}, "target"),
+        (TableIdentity("t", "other"), {}, "tokenizer"),
+        (MINE, {"vocab_size": 21}, "vocab_size"),
+        (MINE, {"k": 4}, "k "),
+        (MINE, {"order2_rows": 16}, "order2_rows"),
+    ],
+)
+def test_a_foreign_table_is_refused_and_named(tmp_path, identity, sizes, named):
+    path = tmp_path / "table"
+    save_table(filled(), path, MINE)
+    with pytest.raises(ValueError, match=named):
+        load_table(make(**sizes), path, identity)
+
+
+def test_truncation_anywhere_is_noticed_and_set_aside(tmp_path):
+    path = tmp_path / "table"
+    save_table(filled(), path, MINE)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_table(make(), path, MINE)
+    table = make()
+    assert not load_own_table(table, path, MINE)
+    assert not path.exists() and path.with_suffix(".damaged").exists()
+    assert int(table.tokens.max()) == -1
+    forget(path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_loses_nothing_saved_before(tmp_path, monkeypatch):
+    path = tmp_path / "table"
+    save_table(filled(), path, MINE)
+    before = path.read_bytes()
+
+    def full(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_table(make(), path, MINE)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["table"]
