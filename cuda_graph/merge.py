@@ -177,7 +177,7 @@ def merge_trie_torch(
         tokens=tokens,
         parents=torch.cat(parents, dim=1),
         weights=weight.masked_fill(stands_for != nodes, -1),
-        sources=_sources(layout, stands_for, weight),
+        sources=_sources(layout, stands_for, weight).masked_fill(stands_for != nodes, 0),
     )
 
 

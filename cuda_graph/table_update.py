@@ -26,7 +26,7 @@ def update_from_logits(
     accepted: Tensor,  # [batch, slots] bool, from `accepted_slots`
     logits: Tensor,  # [batch * slots, columns] float, raw: before penalties and grammar masks
 ) -> TopSuccessors:
-    """Write the target's top k after every real node into the table, in place, and return it for all slots."""
+    """Write the target's top k after every real node into the table, in place, and return it."""
     best = top_successors(logits, table.k, table.vocab_size)
     write_successors(table, table_index, tokens, parents, depths, previous_tokens, accepted, best)
     return best

@@ -1,0 +1,33 @@
+"""The Triton kernels: against their references in the interpreter, and compiled for real GPUs without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytest.importorskip("triton")
+
+
+def run_pytest(path: str, **environment: str) -> None:
+    """Run a test folder in a fresh process: whether kernels are interpreted is decided when Triton is
+    imported.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / path)]
+    result = subprocess.run(
+        command,
+        env=os.environ | environment,
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+
+
+def test_kernels_equal_their_references_in_the_interpreter() -> None:
+    run_pytest("kernels", TRITON_INTERPRET="1")
