@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,3 +32,11 @@ def run_pytest(path: str, **environment: str) -> None:
 
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
     run_pytest("kernels", TRITON_INTERPRET="1")
+
+
+def test_every_kernel_compiles_for_a_hopper_gpu() -> None:
+    script = HERE / "kernels" / "compile_for_gpu.py"
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr[-4000:]
+    source = "".join(path.read_text() for path in (HERE.parents[1] / "cuda_graph").glob("*_kernel.py"))
+    assert set(result.stdout.split()) == set(re.findall(r"def (_\w+_kernel)\(", source))
