@@ -133,7 +133,7 @@ def write_card(job: Eagle3Job, trainer: Trainer, command: str, figures: dict[str
         f"{card['answer_tokens']:,} answer tokens that the target wrote itself ({len(found):,} dialogues), "
         f"contexts of up to {job.max_len} tokens. Serve it with stock SGLang: `--speculative-algorithm EAGLE3 "
         "--speculative-draft-model-path` and this folder.\n\n"
-        f"Held-out dialogues, true tokens fed (chain accept length {figures['chain']:.2f}):\n\n"
+        f"Held-out dialogues, true tokens fed (chain of one path: {figures['chain']:.2f}):\n\n"
         f"| depth | top-1 | top-4 |\n|---|---|---|\n{depth}\n\nCommand:\n\n```\n{command}\n```\n"
     )
 
