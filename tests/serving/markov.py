@@ -18,8 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 BOS, EOS, USER, BOT = 256, 257, 258, 259
-VOCAB = 260
-HIDDEN = 320  # above the vocabulary size, so that embeddings can be orthogonal
+WRITTEN = 260  # tokens that the target writes: bytes and specials
+VOCAB = 2048  # the others are read as if they were bytes: upstream's kits send any small id
+POSITIONS = 2304
+HIDDEN = 320  # above WRITTEN, so that embeddings can be orthogonal
 LAYERS = 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 DRAFT_HEADS, DRAFT_HEAD_DIM = 10, 32
@@ -110,11 +112,11 @@ def build_draft(folder: Path) -> Path:
     return _write(folder, config, weights)
 
 
-def _bigram_counts() -> np.ndarray:  # [VOCAB, VOCAB], row: the token before
+def _bigram_counts() -> np.ndarray:  # [WRITTEN, WRITTEN], row: the token before
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
     codes = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
-    counts = np.bincount(codes[:-1] * VOCAB + codes[1:], minlength=VOCAB * VOCAB).reshape(VOCAB, VOCAB)
-    counts = counts.astype(np.float64)
+    pairs = np.bincount(codes[:-1] * WRITTEN + codes[1:], minlength=WRITTEN**2)
+    counts = pairs.reshape(WRITTEN, WRITTEN).astype(np.float64)
     counts[ord("\n"), EOS] = counts[ord("\n")].sum() / 50
     for special in (BOS, EOS, USER, BOT):
         counts[special] = counts[ord("\n")]
@@ -124,11 +126,15 @@ def _bigram_counts() -> np.ndarray:  # [VOCAB, VOCAB], row: the token before
 def _embedding_and_head() -> tuple[torch.Tensor, torch.Tensor]:  # [VOCAB, HIDDEN] each
     """Orthonormal embeddings, and the head that turns one into its bigram log-probabilities."""
     counts = _bigram_counts() + 0.01
-    scores = torch.from_numpy(np.log(counts / counts.sum(1, keepdims=True))).float()
+    # Raised far above 0, the score of tokens that are never written.
+    scores = torch.from_numpy(np.log(counts / counts.sum(1, keepdims=True)) + 25.0).float()
     generator = torch.Generator().manual_seed(22)
-    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator)).Q[:VOCAB]
-    # RMSNorm stretches a unit vector to length sqrt(HIDDEN).
-    return basis.contiguous(), (scores.T @ basis / HIDDEN**0.5).contiguous()
+    basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=generator)).Q[:WRITTEN]
+    head = torch.zeros(VOCAB, HIDDEN)
+    head[:WRITTEN] = scores.T @ basis / HIDDEN**0.5  # RMSNorm stretches a unit vector to length sqrt(HIDDEN)
+    reads_as = torch.arange(VOCAB)
+    reads_as[WRITTEN:] %= 256
+    return basis[reads_as], head
 
 
 def _layer(family: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -171,7 +177,7 @@ def _base_config() -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": NORM_EPS,
         "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": POSITIONS,
         "attention_bias": False,
         "tie_word_embeddings": False,
         "bos_token_id": BOS,

@@ -35,6 +35,10 @@ class Server:
         limits = httpx.Limits(max_connections=None)
         return httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=limits)
 
+    def poll(self) -> int | None:
+        """Exit code of the server, None while it runs."""
+        return self.process._process.poll()
+
     def generate(self, payload: Payload) -> Any:
         """Answer of ``/generate``: one dictionary, or a list of them for a list of prompts or ``n`` > 1."""
         answer = self.client.post("/generate", json=payload)
@@ -85,6 +89,14 @@ class Reference:
         if key not in self._answers:
             self._answers[key] = self.server.generate(payload)
         return self._answers[key]
+
+    def together(self, payloads: Sequence[Payload]) -> list[Any]:
+        """Answers to long requests, asked for at once because one at a time would take too long."""
+        key = json.dumps(payloads, sort_keys=True)
+        if key not in self._answers:
+            self._answers[key] = self.server.generate_all(payloads, len(payloads))
+        answers: list[Any] = self._answers[key]
+        return answers
 
 
 Start = Callable[..., Server]

@@ -1,0 +1,166 @@
+"""How each of SGLang's own server test kits runs against the CPU servers; `docs/test-kits.md` is made of it.
+
+python -m tests.serving.kit_table > docs/test-kits.md
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+GSM8K = "downloads the GSM8K data set; `sgl-graft bench` measures accept length on local prompts"
+TINY = "tiny"
+EMBEDDED = "smollm2"
+
+
+@dataclass(frozen=True)
+class KitRun:
+    """One kit class of ``sglang.test.kits`` on one target.
+
+    Attributes:
+        kit: ``module.Class`` below ``sglang.test.kits``.
+        target: the tiny target, or the embedded model where answers must make sense.
+        settings: attributes set in the subclass, each with its reason.
+        soak: tests that run under ``make soak`` only, each with its reason.
+        excluded: tests that do not run, each with its reason.
+        flags: server flags of its own; such a kit gets its own server and runs under ``make soak``.
+        environment: environment variables of its own server.
+    """
+
+    kit: str
+    target: str = TINY
+    settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    soak: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.kit.rsplit(".", 1)[1]
+
+    @property
+    def own_server(self) -> bool:
+        return bool(self.flags or self.environment)
+
+    def load(self) -> type:
+        module, name = self.kit.rsplit(".", 1)
+        kit: type = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
+        return kit
+
+    def tests(self) -> Iterator[tuple[str, str]]:
+        """Every test of the kit, with how it runs."""
+        reset = "; ".join(f"`{name} = {value!r}`: {why}" for name, (value, why) in self.settings.items())
+        for test in sorted(name for name in vars(self.load()) if name.startswith("test_")):
+            if test in self.excluded:
+                yield test, f"excluded: {self.excluded[test]}"
+                continue
+            how = f"attributes set ({reset})" if reset else "as it is"
+            if test in self.soak:
+                how += f"; `make soak`: {self.soak[test]}"
+            elif self.own_server:
+                how += "; `make soak`, on a server of its own"
+            yield test, how
+
+
+KITS = (
+    KitRun(
+        "spec_server_kits.SpecCorrectnessKit",
+        settings={
+            "acc_length_thres": (1.5, "the tiny draft knows bigrams only; 3.1 is an 8B model's draft"),
+            "batch_accept_len_thres": (1.5, "as above"),
+        },
+    ),
+    KitRun(
+        "spec_server_kits.SpecLogprobKit",
+        settings={"logprob_match_delta": (1e-3, "tightened: 0.5 is the rounding of bf16, we run fp32")},
+    ),
+    KitRun("spec_server_kits.SpecPenaltyKit"),
+    KitRun(
+        "spec_server_kits.SpecFeatureKit",
+        target=EMBEDDED,
+        soak={
+            "test_radix_attention": "400 prompts of up to thousands of tokens",
+            "test_request_abort": "20 answers of 1024 tokens",
+        },
+    ),
+    KitRun("spec_server_kits.SpecGrammarKit", target=EMBEDDED),
+    KitRun("spec_server_kits.SpecHiddenStatesKit", flags=("--enable-return-hidden-states",)),
+    KitRun(
+        "spec_server_kits.SpecParityKit",
+        excluded={
+            "test_parity_vs_reference": "starts its reference server itself, with flags for a GPU; "
+            "`test_losslessness.py` compares more"
+        },
+    ),
+    KitRun("spec_server_kits.SpecAccuracyKit", excluded={"test_gsm8k": GSM8K}),
+    KitRun("spec_server_kits.SpecPerfKit", excluded={"test_max_token_one": GSM8K}),
+    KitRun("basic_api_contract_kit.BasicAPIContractMixin"),
+    KitRun("basic_decode_correctness_kit.BasicDecodeCorrectnessMixin", target=EMBEDDED),
+    KitRun("matched_stop_kit.MatchedStopMixin", target=EMBEDDED),
+    KitRun(
+        "json_constrained_kit.JSONConstrainedMixin",
+        target=EMBEDDED,
+        soak={"test_mix_json_and_other": "40 answers of 128 tokens"},
+    ),
+    KitRun("regex_constrained_kit.RegexConstrainedMixin", target=EMBEDDED),
+    KitRun("ebnf_constrained_kit.EBNFConstrainedMixin", target=EMBEDDED),
+    KitRun(
+        "abort_timeout_kit.AbortAllMixin",
+        settings={
+            "abort_all_max_new_tokens": (2000, "16000 does not fit the tiny target's context"),
+            "abort_all_sleep": (0.5, "the tiny target could finish in the 2 s meant for an 8B model"),
+        },
+    ),
+    KitRun(
+        "abort_timeout_kit.WaitingTimeoutMixin",
+        flags=("--max-running-requests", "1"),
+        environment={"SGLANG_REQ_WAITING_TIMEOUT": "0.5"},
+    ),
+    KitRun(
+        "abort_timeout_kit.RunningTimeoutTwoWaveMixin",
+        environment={"SGLANG_REQ_RUNNING_TIMEOUT": "2"},
+    ),
+    KitRun(
+        "basic_scheduler_stress_kit.BasicSchedulerStressMixin",
+        target=EMBEDDED,
+        soak={"test_long_prompt": "a prompt of 8K tokens"},
+    ),
+)
+
+FUNCTIONS = (
+    (
+        "radix_cache_server_kit.run_radix_attention_test",
+        "runs inside `SpecFeatureKit.test_radix_attention`",
+    ),
+    (
+        "cache_hit_kit.run_multiturn_cache_hit_test",
+        "tiny target, `test_kits.py::test_multi_turn_cache_hits`; `dataset_path` set: the default downloads "
+        "ShareGPT; 4 clients, 128 tokens a turn: lengths meant for a GPU",
+    ),
+)
+
+
+def markdown() -> str:
+    lines = [
+        "# SGLang's server test kits against the CPU servers",
+        "",
+        "SGLang ships these kits in its wheel (`sglang.test.kits`). `tests/serving/test_kits.py` imports",
+        "them and runs them against every speculative variant of `tests/serving/variants.py`. This page is",
+        "made by `python -m tests.serving.kit_table > docs/test-kits.md`, and a test compares the two.",
+        "",
+        "Targets: *tiny* is the byte-level model of `tests/serving/markov.py`; *smollm2* the embedded model.",
+        "",
+        "| kit | test | target | how it runs |",
+        "|---|---|---|---|",
+    ]
+    for run in KITS:
+        lines += [f"| `{run.name}` | `{test}` | {run.target} | {how} |" for test, how in run.tests()]
+    lines += [f"| `{kit.split('.')[0]}` | `{kit.split('.')[1]}` | | {how} |" for kit, how in FUNCTIONS]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

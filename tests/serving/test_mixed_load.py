@@ -1,0 +1,43 @@
+"""All kinds of requests at once on a pool too small for them, some dropped mid-stream."""
+
+from __future__ import annotations
+
+import pytest
+
+from .mixed_load import check_load, jobs
+from .payloads import assert_same, check, request
+from .server import Reference, Server
+
+RETRACTED = "KV cache pool is full. Retract requests."
+MEMORY_GROWTH = 1.05
+
+
+def retractions(server: Server) -> int:
+    return server.log_text().count(RETRACTED)
+
+
+def test_retraction(speculative: Server, reference: Reference) -> None:
+    before = retractions(speculative)
+    payloads = [request(f"{i}: the object", tokens=640, ignore_eos=True) for i in range(8)]
+    answers = speculative.generate_all(payloads, 8)
+    assert retractions(speculative) > before
+    assert_same(answers, reference.together(payloads))
+
+
+def test_mixed_load(speculative: Server, reference: Reference) -> None:
+    work = jobs(60)
+    assert any(job.aborts_after for job in work)
+    check_load(speculative, reference, work)
+    check(speculative, reference, request())
+
+
+@pytest.mark.soak
+def test_long_mixed_load(speculative: Server, reference: Reference) -> None:
+    before = retractions(speculative)
+    work = jobs(300, seed=1)
+    assert sum(job.aborts_after is not None for job in work) >= 25
+    check_load(speculative, reference, work[:150])
+    halfway = speculative.process.memory_bytes()
+    check_load(speculative, reference, work[150:])
+    assert speculative.process.memory_bytes() <= halfway * MEMORY_GROWTH
+    assert retractions(speculative) > before
