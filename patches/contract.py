@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import importlib
-import inspect
-import pkgutil
+import importlib.util
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 How = Literal["replace", "before", "after", "around"]
@@ -63,27 +65,70 @@ def table_for(version: str) -> tuple[Patch, ...]:
     return table
 
 
-def resolve(target: str) -> Any:
-    """The upstream object behind a dotted path, unwrapped from hooks already applied.
+def _engine_folder() -> Path:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ContractError("SGLang is not installed: pip install 'sglang==0.5.23'.")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def _module_file(target: str) -> tuple[Path, str]:
+    """The source file that defines a target, and the target's name inside it; nothing is imported."""
+    parts = target.split(".")
+    folder = _engine_folder()
+    for index, part in enumerate(parts[1:], start=1):
+        if (file := folder / f"{part}.py").is_file():
+            return file, ".".join(parts[index + 1 :])
+        if not (folder / part).is_dir():
+            return folder / "__init__.py", ".".join(parts[index:])
+        folder = folder / part
+    return folder / "__init__.py", ""
+
+
+def source(target: str) -> str:
+    """Source of a function, method or class, decorators included, read from the installed file.
+
+    Reading the file instead of the object means that nothing needs importing, so that the process that
+    answers HTTP can check everything before it serves, and that hooks already in place do not matter.
 
     Raises:
-        ContractError: the path no longer exists.
+        ContractError: there is no such definition.
     """
-    owner_path, name = target.rsplit(".", 1)
+    file, name = _module_file(target)
     try:
-        owner = pkgutil.resolve_name(owner_path)
-        found = inspect.getattr_static(owner, name)
-    except (ImportError, AttributeError) as error:
+        text = file.read_text()
+    except OSError as error:
         raise ContractError(f"{target} does not exist in the installed SGLang ({error}).") from error
-    if isinstance(found, classmethod | staticmethod):
-        found = found.__func__
-    return inspect.unwrap(found) if callable(found) else found
+    lines = text.splitlines(keepends=True)
+    found = ["".join(lines[first - 1 : last]) for first, last in _definitions(_parse(text), name.split("."))]
+    if not name or not found:
+        raise ContractError(f"{target} does not exist in the installed SGLang ({file} has no {name!r}).")
+    return "".join(textwrap.dedent(piece) for piece in found)
+
+
+@functools.lru_cache(maxsize=32)
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _definitions(scope: ast.AST, path: list[str]) -> Iterator[tuple[int, int]]:
+    """First and last line of every definition of ``path`` below ``scope``, in any branch."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if node.name != path[0]:
+                continue
+            if path[1:]:
+                yield from _definitions(node, path[1:])
+            else:
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                yield first, node.end_lineno or node.lineno
+        elif isinstance(node, ast.stmt | ast.excepthandler):
+            yield from _definitions(node, path)
 
 
 def fingerprint(target: str) -> str:
     """First 16 hex digits of the SHA-256 of the target's dedented source, trailing blanks removed."""
-    source = textwrap.dedent(inspect.getsource(resolve(target)))
-    lines = "\n".join(line.rstrip() for line in source.splitlines())
+    lines = "\n".join(line.rstrip() for line in source(target).splitlines())
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
@@ -104,6 +149,33 @@ def check(patches: Iterable[Patch]) -> list[str]:
     return problems
 
 
+def require(patches: Iterable[Patch]) -> None:
+    """Refuse an engine that differs from the one the patches were written against.
+
+    Raises:
+        ContractError: every difference, and the remedy.
+    """
+    problems = check(patches)
+    if problems:
+        raise ContractError(
+            "The installed SGLang differs from the one sgl_graft was written against:\n  "
+            + "\n  ".join(problems)
+            + "\nReinstall stock sglang==0.5.23, or set SGL_GRAFT_DISABLE=1 to run without sgl_graft."
+        )
+
+
+def hook_exists(patch: Patch) -> bool:
+    """Whether our side of a patch is installed; nothing is imported but the packages above it."""
+    module_name, attribute = patch.hook.split(":")
+    try:
+        spec = importlib.util.find_spec(f"sgl_graft.{module_name}")
+    except ImportError:
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    return bool(list(_definitions(_parse(Path(spec.origin).read_text()), [attribute])))
+
+
 def load_hook(patch: Patch) -> Callable[..., Any]:
     """Import what a patch puts in place."""
     module_name, attribute = patch.hook.split(":")
@@ -122,13 +194,7 @@ def apply(patches: Iterable[Patch]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     pending = [patch for patch in patches if patch.target not in HookRegistry._patched]
-    problems = check(pending)
-    if problems:
-        raise ContractError(
-            "The installed SGLang differs from the one sgl_graft was written against:\n  "
-            + "\n  ".join(problems)
-            + "\nReinstall stock sglang==0.5.23, or set SGL_GRAFT_DISABLE=1 to run without sgl_graft."
-        )
+    require(pending)
     source = HookSource(plugin_name="sgl_graft", dist_name="sgl-graft")
     for patch in pending:
         HookRegistry.register(patch.target, load_hook(patch), HookType(patch.how), source=source)

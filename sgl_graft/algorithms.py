@@ -31,7 +31,8 @@ def rewrite(server_args: Any) -> None:
         server_args.speculative_algorithm = current_config().graft.base
     elif name in ("BLOCKPILOT", "SPECBLOCK"):
         raise ValueError(
-            f"--speculative-algorithm {name} is not part of this release of sgl_graft; use GRAFT, EAGLE3 or EAGLE."
+            f"--speculative-algorithm {name} is not part of this release of sgl_graft; "
+            "use GRAFT, EAGLE3 or EAGLE."
         )
     else:
         os.environ.pop(ALGORITHM_VARIABLE, None)

@@ -31,9 +31,18 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def before_resolve(server_args: Any) -> None:
-    """Turn an algorithm name of ours into the engine's own before any rule reads it."""
-    if getattr(server_args, "_resolution_finished", False):
+    """Turn an algorithm name of ours into the engine's own, and refuse what cannot work.
+
+    Resolution happens once, in the process that was started by the user; children get the result.
+    """
+    if any(getattr(server_args, state, False) for state in ("_resolution_finished", "_resolution_failed")):
         return
-    from .algorithms import rewrite
+    from .algorithms import rewrite, selected_algorithm
+    from .patches import require
+    from .plugin import patches_of
+    from .startup_checks import check_draft
 
     rewrite(server_args)
+    if selected_algorithm():
+        require(patches_of("names", "graft"))  # load() did not know, when the name came from Python or a file
+        check_draft(server_args)

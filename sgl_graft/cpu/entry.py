@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from importlib.metadata import version
 
-from ..patches import ContractError, table_for
-from ..plugin import disabled, selected
+from ..patches import ContractError, require
+from ..plugin import disabled, patches_of, selected
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +35,15 @@ def activate() -> str | None:
         return None
     if not asked and (os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or _accelerator_present()):
         return None
-    # SGLang asks while its own modules are half imported, so only the release is compared here; the
-    # platform compares the functions themselves before it touches them, and stops the server then.
+    needed = asked or selected()
     try:
-        table_for(version("sglang"))
+        patches = patches_of("cpu", "cpu_front")
+        # On the supported release a tree on a CPU needs this platform: staying out of a changed SGLang would
+        # end in a failure of its own that hides the reason.
+        needed |= any(word.startswith("--speculative-algo") for word in sys.argv)
+        require(patches)
     except ContractError as error:
-        if asked or selected():
+        if needed:
             sys.exit(f"sgl_graft's CPU platform refuses to start: {error}")
         logger.warning("sgl_graft's CPU platform stays out of this server: %s", error)
         return None

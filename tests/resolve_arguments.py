@@ -1,0 +1,64 @@
+"""Resolves server arguments as SGLang's launcher does, one case per line of standard input, up to the model.
+
+Importing SGLang takes longer than everything else, so one process imports it and forks for each case.
+Case and answer are JSON objects: ``{"argv": [...], "env": {...}}`` in; ``{"code", "message", "algorithm",
+"warnings"}`` out. A code of None means that the server would have gone on to load the model.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+import traceback
+from typing import Any
+
+from sglang.srt.platforms import current_platform
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+
+
+def resolve(argv: list[str]) -> dict[str, Any]:
+    errors = io.StringIO()
+    logging.basicConfig(stream=errors, level=logging.WARNING)
+    answer: dict[str, Any] = {"code": None, "message": "", "algorithm": None}
+    with contextlib.redirect_stderr(errors):
+        try:
+            load_plugins()
+            args = prepare_server_args(argv)
+            args.resolve_once()
+            args.resolve_once()  # the launcher and the HTTP server both ask
+            from sglang.srt.arg_groups.overrides import resolved_view
+
+            answer["algorithm"] = resolved_view(args).speculative_algorithm
+            answer["graft"] = os.environ.get("SGL_GRAFT_ALGORITHM")
+        except SystemExit as stop:
+            is_text = isinstance(stop.code, str)
+            answer |= {"code": 1 if is_text else stop.code, "message": stop.code if is_text else ""}
+        except Exception as error:
+            answer |= {"code": 1, "message": str(error), "traceback": traceback.format_exc()}
+    answer["stderr"] = errors.getvalue()
+    return answer
+
+
+def main() -> None:
+    assert current_platform.device_name  # chosen before the fork
+    for line in sys.stdin:
+        case = json.loads(line)
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            os.close(reader)
+            os.environ.update(case.get("env", {}))
+            sys.argv[1:] = case["argv"]
+            with os.fdopen(writer, "w") as out:
+                json.dump(resolve(case["argv"]), out)
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as answer:
+            print(answer.read(), flush=True)
+        os.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Bad input is refused before a model is loaded, with a message that says what to do instead."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TARGET = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+DRAFT = TARGET | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 128,
+}
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Resolver:
+    """One process that resolves arguments on the CPU platform."""
+
+    def __init__(self, folder: Path):
+        self.target = write_model(folder / "target", TARGET)
+        self.draft = write_model(folder / "draft", DRAFT)
+        ours = ("SGL_GRAFT_ALGORITHM", "SGL_GRAFT_CONFIG", "SGL_GRAFT_DISABLE")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
+        self.process = subprocess.Popen(
+            # -P: the script's folder would put tests/packaging before PyPI's packaging
+            [sys.executable, "-P", Path(__file__).with_name("resolve_arguments.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment | {"SGLANG_PLATFORM": "sgl_graft_cpu", "HF_HUB_OFFLINE": "1"},
+        )
+
+    def __call__(self, *argv: str | Path, **env: str) -> dict[str, Any]:
+        assert self.process.stdin and self.process.stdout
+        words = ["--model-path", self.target, "--device", "cpu", *argv]
+        case = json.dumps({"argv": [str(word) for word in words], "env": env})
+        print(case, file=self.process.stdin, flush=True)
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def tree(
+        self, *argv: str | Path, algorithm: str = "EAGLE3", draft: Path | None = None, **env: str
+    ) -> dict[str, Any]:
+        shape = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "2")
+        slots = ("--speculative-num-draft-tokens", "8")
+        named = ("--speculative-draft-model-path", draft or self.draft)
+        return self("--speculative-algorithm", algorithm, *named, *shape, *slots, *argv, **env)
+
+
+@pytest.fixture(scope="module")
+def resolver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resolver]:
+    resolver = Resolver(tmp_path_factory.mktemp("models"))
+    yield resolver
+    assert resolver.process.stdin
+    resolver.process.stdin.close()
+    resolver.process.wait(30)
+
+
+def refused(answer: dict[str, Any], *parts: str) -> None:
+    assert answer["code"] not in (None, 0), answer
+    message = answer["message"] or answer["stderr"]
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "GRAFT", "graft"])
+def test_good_arguments_pass(resolver: Resolver, algorithm: str) -> None:
+    answer = resolver.tree(algorithm=algorithm)
+    assert answer["code"] is None, answer
+    assert answer["algorithm"] == "EAGLE3"
+    assert answer["graft"] == ("GRAFT" if algorithm != "EAGLE3" else None)
+
+
+def test_no_speculation_passes(resolver: Resolver) -> None:
+    assert resolver()["code"] is None
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "GRAFT", "STANDALONE"])
+def test_missing_draft(resolver: Resolver, algorithm: str) -> None:
+    refused(resolver("--speculative-algorithm", algorithm), "needs a draft", "--speculative-draft-model-path")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "GRAFT"])
+def test_draft_folder_that_is_not_there(resolver: Resolver, algorithm: str, tmp_path: Path) -> None:
+    refused(resolver.tree(algorithm=algorithm, draft=tmp_path / "no"), "no such folder", "sgl-graft train")
+    refused(
+        resolver.tree(algorithm=algorithm, draft=tmp_path),
+        "no config.json",
+        "folder that a training run wrote",
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "GRAFT"])
+def test_draft_of_another_vocabulary(resolver: Resolver, algorithm: str, tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "d", DRAFT | {"vocab_size": 600})
+    answer = resolver.tree(algorithm=algorithm, draft=draft)
+    refused(answer, "vocabulary of 600", "one of 512", "Use a draft that was trained for")
+
+
+def test_draft_of_another_width(resolver: Resolver, tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "d", DRAFT | {"target_hidden_size": 96})
+    refused(resolver.tree(draft=draft), "hidden states of 96", "makes 64")
+
+
+def test_whole_model_as_an_eagle3_draft(resolver: Resolver) -> None:
+    refused(resolver.tree(draft=resolver.target), "whole language model", "STANDALONE")
+
+
+def test_draft_that_reaches_less_far_than_the_server(resolver: Resolver, tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "d", DRAFT | {"max_position_embeddings": 128})
+    refused(resolver.tree(draft=draft), "128 positions", "context of 256", "--context-length 128")
+    assert resolver.tree("--context-length", "128", draft=draft)["code"] is None
+    allowed = resolver.tree(draft=draft, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
+    assert allowed["code"] is None, allowed
+
+
+@pytest.mark.parametrize("algorithm", ["BLOCKPILOT", "SPECBLOCK"])
+def test_what_is_not_in_this_release(resolver: Resolver, algorithm: str) -> None:
+    refused(
+        resolver.tree(algorithm=algorithm),
+        algorithm,
+        "not part of this release",
+        "use GRAFT, EAGLE3 or EAGLE",
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"), [("NGRAM", "kernel library"), ("DFLASH", "non-causal"), ("UNO", "CUDA only")]
+)
+def test_what_cannot_run_on_a_cpu(resolver: Resolver, algorithm: str, reason: str) -> None:
+    answer = resolver("--speculative-algorithm", algorithm, "--speculative-draft-model-path", resolver.draft)
+    refused(answer, "cannot run on a CPU", reason, "Use one of EAGLE, EAGLE3")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--attention-backend", "torch_native"),
+        ("--speculative-draft-attention-backend", "triton"),
+        ("--speculative-accept-threshold-single", "0.5"),
+        ("--speculative-accept-threshold-acc", "0.5"),
+        ("--enable-multi-layer-eagle",),
+    ],
+)
+def test_flags_that_speculation_on_a_cpu_cannot_honour(resolver: Resolver, argv: tuple[str, ...]) -> None:
+    refused(
+        resolver.tree(*argv), argv[0], "cannot be combined with speculation on a CPU", f"Leave {argv[0]} out"
+    )
+
+
+def test_page_size_that_upstream_does_not_admit(resolver: Resolver) -> None:
+    refused(resolver.tree("--page-size", "16"), "page_size == 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{graft: {rul: value}}", "unknown key 'graft.rul'; allowed here: "),
+        ("{graft: {rule: 'value'", "not valid YAML or JSON"),
+        ("/no/such.yaml", "no such file"),
+    ],
+)
+def test_bad_configuration(resolver: Resolver, text: str, expected: str) -> None:
+    answer = resolver.tree("--graft-config", text, algorithm="GRAFT")
+    refused(answer, expected)
+    assert answer["code"] == 2
+
+
+def test_switched_off_its_names_are_unknown(resolver: Resolver) -> None:
+    answer = resolver.tree(algorithm="GRAFT", SGL_GRAFT_DISABLE="1")
+    assert answer["code"] not in (None, 0)
+    answer = resolver("--graft-config", "{}", SGL_GRAFT_DISABLE="1")
+    refused(answer, "unrecognized arguments: --graft-config")
