@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
-# Source whose change makes an old measurement a different experiment. The bench itself, training and the
-# command line are left out: they do not run inside the server.
-ENGINE_ROOMS = ("blockpilot", "cpu", "graft", "serving", "specblock", "plugin.py", "config.py")
+# Rooms that do not run inside a server: a change there leaves earlier measurements valid.
+OUTSIDE_ROOMS = {"bench", "cli", "draft_training", "drafts", "models"}
+SOURCE_SUFFIXES = {".py", ".json", ".yaml", ".cpp", ".h"}
 PACKAGES = ("sglang", "torch", "triton", "transformers", "sgl-graft", "numpy", "httpx")
 
 
@@ -43,14 +43,14 @@ def versions() -> dict[str, Any]:
 def engine_source_digest() -> str:
     """Digest of every source file that runs inside a server of ours."""
     package = Path(__file__).parent.parent
-    rooms = [package / room for room in ENGINE_ROOMS]
+    rooms = [room for room in package.iterdir() if room.name not in OUTSIDE_ROOMS]
     # An editable install keeps these two beside the package, a wheel inside it.
-    rooms += [base / room for base in (package, package.parent) for room in ("cuda_graph", "patches")]
+    rooms += [package.parent / name for name in ("cuda_graph", "patches")]
     files = sorted(
         file
         for room in rooms
         for file in ([room] if room.is_file() else room.rglob("*"))
-        if file.suffix in (".py", ".json", ".yaml", ".cpp")
+        if file.suffix in SOURCE_SUFFIXES
     )
     state = hashlib.sha256()
     for file in files:

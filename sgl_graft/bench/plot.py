@@ -94,7 +94,12 @@ def _bars(
             edgecolor="white",
         )
         if len(names) * len(groups) <= 24:
-            axes.bar_label(bars, [label.format(height) for height in heights], fontsize=8, padding=2)
+            axes.bar_label(
+                bars,
+                [label.format(height) for height in heights],
+                fontsize=7 if len(names) * len(groups) > 12 else 8,
+                padding=2,
+            )
     axes.set_xticks(range(len(groups)), [str(group) for group in groups])
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.12)

@@ -75,34 +75,45 @@ def _request(data: dict[str, Any]) -> RequestRecord:
     return RequestRecord(**{**data, "output_ids": tuple(data["output_ids"]), "arrivals": arrivals})
 
 
+def read_records(path: Path) -> list[CellRecord]:
+    """Every cell of a journal that somebody named."""
+    if not path.is_file():
+        raise ValueError(f"no journal at {path}: it lies beside a bench's output, as NAME.json.journal.jsonl")
+    return Journal(path).all()
+
+
 class Journal:
     """One line per finished cell, flushed at once: a killed run loses only the cell under way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._records: dict[tuple[Cell, str], CellRecord] = {}
+        self._whole: str | None = None  # the intact lines, where the last one was cut off
         if path.is_file():
             self._read()
 
     def _read(self) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        text = self.path.read_text(encoding="utf-8")
+        lines = text.splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
+                if not line.endswith("\n"):
+                    raise ValueError("cut off")
                 record = CellRecord.from_json(line)
             except (ValueError, KeyError, TypeError):
                 if number < len(lines):
                     raise ValueError(
                         f"{self.path}:{number} is damaged; delete the file to start over"
                     ) from None
-                self.path.write_text("".join(lines[:-1]), encoding="utf-8")  # cut off while being written
+                self._whole = text[: -len(line)]
                 return
             self._records[record.cell, record.digest] = record
-        if lines and not lines[-1].endswith("\n"):
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n")
 
     def get(self, cell: Cell, digest: str) -> CellRecord | None:
         return self._records.get((cell, digest))
+
+    def all(self) -> list[CellRecord]:
+        return list(self._records.values())
 
     def num_stale(self, wanted: Iterable[tuple[Cell, str]]) -> int:
         """Cells that were measured before, but with other settings or other code."""
@@ -111,6 +122,10 @@ class Journal:
 
     def add(self, record: CellRecord) -> None:
         self._records[record.cell, record.digest] = record
+        if self._whole is not None:
+            # Only now: whoever merely reads a journal may be looking at a line that is still being written.
+            self.path.write_text(self._whole, encoding="utf-8")
+            self._whole = None
         with self.path.open("a", encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
             file.flush()

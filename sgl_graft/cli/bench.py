@@ -152,3 +152,87 @@ def code_prompts(
     lengths = parse_numbers("--contexts", contexts, int, 64)
     for file in write_code_prompts(output, load_tokenizer(target or embedded_target()), lengths, rows, seed):
         typer.echo(file)
+
+
+@app.command("record")
+def record(
+    journal: Annotated[Path, typer.Option(help="Journal of a T = 0 bench with a `none` variant.")],
+    prompts: Annotated[str, typer.Option(help="The JSONL files of that bench, comma-separated.")],
+    output: Annotated[Path, typer.Option(help="Recording to write (.safetensors).")],
+    target: Annotated[Path | None, typer.Option(help="Its target (default: embedded).")] = None,
+    draft: Annotated[Path | None, typer.Option(help="EAGLE-3 draft (default: the one that ships).")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Rows per file, as in that bench.")] = 10,
+    variant: Annotated[str, typer.Option(help="Whose answers to record.")] = "none",
+    steps: Annotated[int, typer.Option(min=1, help="Draft steps.")] = 5,
+    topk: Annotated[int, typer.Option(min=1, help="Branches per step.")] = 4,
+    slots: Annotated[int, typer.Option(min=2, help="Slots of the stock tree looked up in the target.")] = 16,
+) -> None:
+    """Record what a draft proposes along known greedy answers, for `bench ablation` to replay."""
+    from rich.progress import track
+    from transformers import AutoModelForCausalLM
+
+    from sgl_graft.bench import recording
+    from sgl_graft.bench.prompts import load_datasets, load_tokenizer
+    from sgl_graft.bench.records import read_records
+    from sgl_graft.cli.serve import embedded_draft, embedded_target
+    from sgl_graft.draft_training.eagle3_recipe import load_eagle3
+
+    if target is not None and draft is None:
+        raise ValueError(f"--draft: name the EAGLE-3 draft trained for {target}")
+    folder = target or embedded_target()
+    files = [Path(part.strip()) for part in prompts.split(",") if part.strip()]
+    datasets = load_datasets(files, num_prompts, load_tokenizer(folder))
+    asked = {dataset.name: dataset.prompts for dataset in datasets}
+    answers = recording.greedy_answers(read_records(journal), variant, asked)
+    shape = recording.Shape(steps, topk, slots)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    recorder = recording.Recorder(model, *load_eagle3(draft or embedded_draft("EAGLE3")), shape)
+    recording.record_all(recorder, track(answers, "recording")).save(output)
+    typer.echo(output)
+
+
+@app.command("ablation")
+def ablation(
+    recording: Annotated[Path, typer.Option(help="What `bench record` wrote.")],
+    output: Annotated[Path, typer.Option(help="Result (.json); table (.md) and plot (.png) lie beside it.")],
+    slots: Annotated[str, typer.Option(help="Verify slots, comma-separated.")] = "16,60",
+    only: Annotated[str, typer.Option(help="Names of settings, comma-separated (default: all).")] = "",
+    warm_up: Annotated[Path | None, typer.Option(help="Recording of other prompts to warm up on.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="What `sgl-graft calibrate` wrote.")] = None,
+    anchors: Annotated[Path | None, typer.Option(help="A real bench to hold equal names against.")] = None,
+) -> None:
+    """Replay every part of GRAFT on and off. The same command again continues where it stopped."""
+    import json
+
+    from rich.progress import Progress
+
+    from sgl_graft.bench import ablation as work
+    from sgl_graft.bench.plan import parse_numbers
+    from sgl_graft.bench.recording import Recording
+
+    if output.suffix != ".json":
+        raise ValueError(f"--output {output}: name a .json file")
+    recorded = Recording.load(recording)
+    warm = None if warm_up is None else Recording.load(warm_up)
+    sizes = parse_numbers("--slots", slots, int, 2)
+    chosen = work.choose_settings(sizes, only, recorded, warm)
+    with Progress() as progress:
+        task = progress.add_task("replaying", total=len(chosen))
+        result = work.run_ablation(
+            recorded,
+            chosen,
+            work.read_calibration(calibration),
+            output,
+            warm,
+            lambda setting: progress.update(task, advance=1, description=setting.name),
+        )
+    table = work.markdown(result)
+    output.with_suffix(".md").write_text(table, encoding="utf-8")
+    work.plot_ablation(result, output.with_suffix(".png"))
+    typer.echo(table)
+    if anchors is not None:
+        served = json.loads(anchors.read_text(encoding="utf-8"))
+        for size in sizes:
+            for anchor in work.check_anchors(result, served, size):
+                verdict = "agrees" if anchor["agrees"] else "DIFFERS"
+                typer.echo(f"{size} slots {anchor['name']}: {anchor['difference']:+.1%}, {verdict}: {anchor}")
