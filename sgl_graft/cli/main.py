@@ -19,9 +19,6 @@ COMMANDS = {
     "models": LazyCommand("models", "app", "Fetch, convert and locate the embedded models."),
     "train": LazyCommand("train", "app", "Train a draft for a target model."),
     "calibrate": LazyCommand("calibrate", "app", "Fit GRAFT's acceptance maps to a draft and its target."),
-    "calibrate": LazyCommand(
-        "calibrate", "app", "Fit GRAFT's thresholds and value maps for a target and draft."
-    ),
     "doctor": LazyCommand("doctor", "doctor", "Check versions, patch set and entry points."),
 }
 
