@@ -7,7 +7,7 @@ ALGORITHM ?= EAGLE3
 # Extra arguments: of the server (`make serve ARGS="--context-length 2048"`) or of pytest (`make test ARGS="-k bench"`).
 ARGS ?=
 
-export SGL_GRAFT_HOME ?= $(HOME)/.cache/sgl_graft
+export SGLGRAFT_HOME ?= $(HOME)/.cache/sgl_graft
 export UV_LINK_MODE ?= hardlink
 export UV_PYTHON_DOWNLOADS := never
 # Set on some build machines; with it every start of a server would compile SGLang anew.
@@ -22,8 +22,8 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3 python; do \
 UV := .tools/uv/bin/uv
 BIN := .venv/bin
 MODEL := smollm2-135m-instruct
-MODEL_FILE := $(SGL_GRAFT_HOME)/models/$(MODEL)/config.json
-DOWNLOADS := $(SGL_GRAFT_HOME)/downloads
+MODEL_FILE := $(SGLGRAFT_HOME)/models/$(MODEL)/config.json
+DOWNLOADS := $(SGLGRAFT_HOME)/downloads
 
 .PHONY: help setup serve test soak lint lock gpu-check clean prerequisites
 

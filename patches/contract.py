@@ -160,7 +160,7 @@ def require(patches: Iterable[Patch]) -> None:
         raise ContractError(
             "The installed SGLang differs from the one sgl_graft was written against:\n  "
             + "\n  ".join(problems)
-            + "\nReinstall stock sglang==0.5.23, or set SGL_GRAFT_DISABLE=1 to run without sgl_graft."
+            + "\nReinstall stock sglang==0.5.23, or set SGLGRAFT_DISABLE=1 to run without sgl_graft."
         )
 
 

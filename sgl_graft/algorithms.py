@@ -11,7 +11,7 @@ from typing import Any
 
 from .config import current_config
 
-ALGORITHM_VARIABLE = "SGL_GRAFT_ALGORITHM"
+ALGORITHM_VARIABLE = "SGLGRAFT_ALGORITHM"
 
 
 def selected_algorithm() -> str | None:

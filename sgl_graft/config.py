@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-CONFIG_VARIABLE = "SGL_GRAFT_CONFIG"
+CONFIG_VARIABLE = "SGLGRAFT_CONFIG"
 
 
 class Section(BaseModel):

@@ -15,7 +15,7 @@ from .patches import ContractError, Patch, apply, require, table_for
 
 logger = logging.getLogger(__name__)
 
-DISABLE_VARIABLE = "SGL_GRAFT_DISABLE"
+DISABLE_VARIABLE = "SGLGRAFT_DISABLE"
 ALGORITHMS = ("GRAFT", "BLOCKPILOT", "SPECBLOCK")
 
 

@@ -67,6 +67,15 @@ PATCHES: tuple[Patch, ...] = (
         feature="graft",
         stage="worker",
     ),
+    Patch(
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        how="after",
+        hook="serving.status:add_graft_state",
+        why="shows what GRAFT did in GET /server_info",
+        fingerprint="f358e85f4621464b",
+        feature="graft",
+        stage="worker",
+    ),
     # ---- the CPU platform ----------------------------------------------------------------------------
     Patch(
         target="sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
@@ -75,6 +84,14 @@ PATCHES: tuple[Patch, ...] = (
         why="coupled sampling needs a seed for every request; upstream reads seeds only in deterministic mode",
         fingerprint="d8e67ad342587177",
         feature="cpu",
+    ),
+    Patch(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
+        how="before",
+        hook="cpu.seeds:give_every_sample_its_own_seed",
+        why="upstream gives all samples of a seeded request with n > 1 the same seed, so they come out equal",
+        fingerprint="c7f76df463817c8e",
+        feature="cpu_front",
     ),
     Patch(
         target=f"{_CACHE_LOCS}.assign_draft_cache_locs_contiguous_func",

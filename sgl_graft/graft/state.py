@@ -29,6 +29,18 @@ COLLECT_EVERY = 20  # rounds between two writes of the calibration counters
 VALUE_ENVELOPE = 48  # retrieved candidates the value rule chooses from
 
 
+def rank_prior(config: GraftConfig) -> tuple[float, ...]:
+    """Chance assumed for each rank when the template is laid out, longest first for the value rule.
+
+    The value rule chooses among the candidates later, so its envelope may bet on the deep copies that
+    pay most; the staged rule verifies its template as it is.
+    """
+    width = config.table.row_width
+    if config.rule == "staged":
+        return assumed_rank_prior(width)
+    return tuple(0.7 if rank == 0 else 0.15 * rank**-1.4 for rank in range(width))
+
+
 @dataclass(frozen=True)
 class GraftShape:
     """The sizes a server fixes at start.
@@ -86,7 +98,7 @@ class GraftState:
             shape.slots,
             shape.steps,
             shape.depth(config.depth),
-            rank_prior=assumed_rank_prior(config.table.row_width),
+            rank_prior=rank_prior(config),
             min_envelope=VALUE_ENVELOPE if config.rule == "value" else 0,
         )
         self.chain = GraftChain.create(plan, shape.topk, shape.steps, device)

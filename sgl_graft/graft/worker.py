@@ -128,10 +128,14 @@ class GraftDraftWorker(stock.EagleDraftWorker):
 class GraftWorker(stock.EAGLEWorkerV2):
     """The stock EAGLE worker with GRAFT's draft worker and a tap on the verify logits."""
 
+    @property
+    def state(self) -> GraftState:
+        return self._draft_worker.graft  # type: ignore[no-any-return]
+
     def verify(self, batch: Any, pp_proxy_tensors: Any = None, grammar_barrier: Any = None) -> Any:
         if batch.forward_mode.is_idle():
             return super().verify(batch, pp_proxy_tensors, grammar_barrier)
-        state, tree = self._draft_worker.graft, self._draft_worker.tree
+        state, tree = self.state, self._draft_worker.tree
         rows, slots = batch.req_pool_indices, batch.spec_info.draft_token_num
         tokens = batch.spec_info.draft_token.view(-1, slots)
         target, self._target_worker = self._target_worker, _LogitsTap(self._target_worker, state)
@@ -149,7 +153,7 @@ class GraftWorker(stock.EAGLEWorkerV2):
     def clear_cache_pool(self) -> None:
         """Flushing the cache forgets what was learned, too."""
         super().clear_cache_pool()
-        self._draft_worker.graft.clear()
+        self.state.clear()
 
 
 class _LogitsTap:

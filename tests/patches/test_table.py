@@ -82,7 +82,7 @@ def test_require_names_every_difference_and_the_remedy() -> None:
     assert all(patch.target in message for patch in stale)
     assert TABLE[2].target not in message
     assert "sglang==0.5.23" in message
-    assert "SGL_GRAFT_DISABLE=1" in message
+    assert "SGLGRAFT_DISABLE=1" in message
 
 
 def test_nothing_is_applied_when_anything_differs() -> None:
