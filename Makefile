@@ -73,8 +73,7 @@ prerequisites:
 	elif ! "$(PYTHON)" -c 'import pip' 2>/dev/null && ! "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then \
 		missing+=("pip or venv of $(PYTHON): apt-get install python3-venv"); \
 	fi; \
-	command -v "$${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null \
-		|| missing+=("a C++ compiler: apt-get install g++"); \
+	command -v "$${CXX:-g++}" >/dev/null || missing+=("a C++ compiler: apt-get install g++"); \
 	if [ $${#missing[@]} -gt 0 ]; then \
 		echo "sgl_graft needs what this machine lacks:" >&2; printf '  %s\n' "$${missing[@]}" >&2; exit 1; \
 	fi

@@ -32,7 +32,7 @@ def resolve(argv: list[str]) -> dict[str, Any]:
             from sglang.srt.arg_groups.overrides import resolved_view
 
             answer["algorithm"] = resolved_view(args).speculative_algorithm
-            answer["graft"] = os.environ.get("SGL_GRAFT_ALGORITHM")
+            answer["graft"] = os.environ.get("SGLGRAFT_ALGORITHM")
         except SystemExit as stop:
             is_text = isinstance(stop.code, str)
             answer |= {"code": 1 if is_text else stop.code, "message": stop.code if is_text else ""}

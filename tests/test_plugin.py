@@ -96,7 +96,7 @@ def change_upstream(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
 
 def worker_target() -> str:
     """A function that only exists in a process started later."""
-    return next(p.target for p in plugin.patches_of("graft", "cpu") if p.stage == "worker")
+    return next(p.target for p in plugin.patches_of("cpu") if p.stage == "worker")
 
 
 def test_a_changed_function_is_refused_when_asked_for(

@@ -41,14 +41,13 @@ class Resolver:
     def __init__(self, folder: Path):
         self.target = write_model(folder / "target", TARGET)
         self.draft = write_model(folder / "draft", DRAFT)
-        ours = ("SGL_GRAFT_ALGORITHM", "SGL_GRAFT_CONFIG", "SGL_GRAFT_DISABLE")
+        ours = ("SGLGRAFT_ALGORITHM", "SGLGRAFT_CONFIG", "SGLGRAFT_DISABLE")
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         self.process = subprocess.Popen(
             # -P: the script's folder would put tests/packaging before PyPI's packaging
             [sys.executable, "-P", Path(__file__).with_name("resolve_arguments.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
             env=environment | {"SGLANG_PLATFORM": "sgl_graft_cpu", "HF_HUB_OFFLINE": "1"},
         )
@@ -190,7 +189,7 @@ def test_bad_configuration(resolver: Resolver, text: str, expected: str) -> None
 
 
 def test_switched_off_its_names_are_unknown(resolver: Resolver) -> None:
-    answer = resolver.tree(algorithm="GRAFT", SGL_GRAFT_DISABLE="1")
+    answer = resolver.tree(algorithm="GRAFT", SGLGRAFT_DISABLE="1")
     assert answer["code"] not in (None, 0)
-    answer = resolver("--graft-config", "{}", SGL_GRAFT_DISABLE="1")
+    answer = resolver("--graft-config", "{}", SGLGRAFT_DISABLE="1")
     refused(answer, "unrecognized arguments: --graft-config")

@@ -16,9 +16,9 @@ PACKAGES = ("sglang", "torch", "triton", "transformers", "xgrammar")
 # Their versions are pinned by what requires them; a mismatch is named with the pin.
 REQUIRERS = ("sgl-graft", "sglang", "torch")
 VARIABLES = (
-    "SGL_GRAFT_HOME",
-    "SGL_GRAFT_DISABLE",
-    "SGL_GRAFT_CONFIG",
+    "SGLGRAFT_HOME",
+    "SGLGRAFT_DISABLE",
+    "SGLGRAFT_CONFIG",
     "SGLANG_PLATFORM",
     "SGLANG_PLUGINS",
     "SGLANG_USE_CPU_ENGINE",
@@ -109,10 +109,10 @@ def _device() -> list[Row]:
         rows.append({"name": f"cuda:{index}", "value": torch.cuda.get_device_name(index)})
     if not torch.cuda.is_available():
         rows.append({"name": "accelerator", "value": "none: SGLang runs on sgl_graft's CPU platform"})
-        compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+        compiler = shutil.which(os.environ.get("CXX", "g++"))
         row: Row = {"name": "C++ compiler", "value": compiler or ""}
         if compiler is None:
-            row["problem"] = "none found, torch.compile needs one: apt-get install g++"
+            row["problem"] = "none found, the CPU kernels need one: apt-get install g++, or set CXX"
         rows.append(row)
     return rows
 
