@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PORT ?= 30000
-ALGORITHM ?= EAGLE3
+ALGORITHM ?= GRAFT
 # Extra arguments: of the server (`make serve ARGS="--context-length 2048"`) or of pytest (`make test ARGS="-k bench"`).
 ARGS ?=
 

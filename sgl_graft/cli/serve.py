@@ -135,7 +135,7 @@ def _tree_args(defaults: AlgorithmDefaults, tree: TreeSettings) -> list[str]:
 @app.command(context_settings={"allow_extra_args": True})
 def serve(
     context: typer.Context,
-    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = "EAGLE3",
+    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = "GRAFT",
     target: Annotated[Path | None, typer.Option(help="Model folder (default: the embedded model).")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft folder (default: the one that ships).")] = None,
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
