@@ -53,7 +53,8 @@ def _value_weights_kernel(
     x1 = tl.load(x_ptr + first + segment + 1, mask=there, other=1.0)
     y0 = tl.load(y_ptr + first + segment, mask=there, other=0.0)
     y1 = tl.load(y_ptr + first + segment + 1, mask=there, other=0.0)
-    share = tl.minimum(tl.maximum((probs - x0) / (x1 - x0), 0.0), 1.0)
+    # A plain division is an approximation on a GPU.
+    share = tl.minimum(tl.maximum(tl.div_rn(probs - x0, x1 - x0), 0.0), 1.0)
     weights = tl.where(tokens < 0, -1, float_bits(y0 + share * (y1 - y0)))
     tl.store(weights_ptr + row * nodes + node, weights, mask=there)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cg_drafts import fake_draft
 from cg_trees import property_test
 from hypothesis import given
 from hypothesis import strategies as st
 from sgl_graft.cuda_graph.buffers import CapturedGraph, ChainInputs, GraftBuffers
 from sgl_graft.cuda_graph.chain import GraftChain
+from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.coupled import walk_accepted
 from sgl_graft.cuda_graph.eagle_tree import DraftPool, draft_pool
 from sgl_graft.cuda_graph.host_reads import count_host_reads
@@ -43,7 +43,7 @@ def random_inputs(gen: torch.Generator, live: int, seed: int) -> ChainInputs:
     def integers(high: int) -> Tensor:
         return torch.randint(0, high, (live,), generator=gen)
 
-    pool = draft_pool(*fake_draft(seed, live, TOPK, STEPS, VOCAB))
+    pool = draft_pool(*random_draft(seed, live, TOPK, STEPS, VOCAB))
     return ChainInputs(integers(VOCAB), integers(VOCAB), integers(2), integers(20) + 1, pool)
 
 
@@ -157,7 +157,7 @@ def full_round(device: str, staged: bool) -> Callable[[], object]:
     gen = torch.Generator().manual_seed(1)
     live = 2
     chain = make_chain(device)
-    lists = [[t.to(device) for t in part] for part in fake_draft(5, live, TOPK, STEPS, VOCAB)]
+    lists = [[t.to(device) for t in part] for part in random_draft(5, live, TOPK, STEPS, VOCAB)]
     table = SuccessorTable.create(VOCAB, 8, num_tables=2, order2_rows=16, device=device)
     roots, previous, index, seq_lens, targets, logits, thresholds = (
         t.to(device)

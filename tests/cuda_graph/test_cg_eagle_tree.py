@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cg_drafts import fake_draft
 from cg_trees import property_test
 from hypothesis import given
 from hypothesis import strategies as st
+from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.eagle_tree import DraftPool, draft_pool, pool_depths, stock_tree
 from sgl_graft.cuda_graph.tree_links import tree_links
 
@@ -23,7 +23,7 @@ drafts = st.tuples(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 4), 
 @given(drafts)
 def test_pool_is_one_consistent_tree(args: tuple[int, int, int, int]) -> None:
     _, _, topk, steps = args
-    pool = draft_pool(*fake_draft(*args))
+    pool = draft_pool(*random_draft(*args))
     depths = torch.tensor(pool_depths(topk, steps))
     for tokens, parents, scores in zip(*pool, strict=True):
         assert tokens.shape == parents.shape == scores.shape == depths.shape
@@ -39,7 +39,7 @@ def test_pool_is_one_consistent_tree(args: tuple[int, int, int, int]) -> None:
 def test_stock_tree_is_sglangs(args: tuple[int, int, int, int], pick: int) -> None:
     """Same tokens, and the same links as the link loop over SGLang's (parent_list, top_scores_index)."""
     _, batch, topk, _ = args
-    lists = fake_draft(*args)
+    lists = random_draft(*args)
     pool = draft_pool(*lists)
     slots = 2 + pick % pool.tokens.shape[1]
     parent_list, selected, draft_tokens = organize_draft_results(*lists, slots)
@@ -89,6 +89,6 @@ def test_a_node_whose_parent_lost_a_tie_becomes_an_empty_slot() -> None:
 
 
 def test_refuses_more_slots_than_nodes() -> None:
-    pool = draft_pool(*fake_draft(0, 1, 2, 1))
+    pool = draft_pool(*random_draft(0, 1, 2, 1))
     with pytest.raises(ValueError, match="3 draft nodes, the pool has 2"):
         stock_tree(pool, torch.tensor([1]), 4)

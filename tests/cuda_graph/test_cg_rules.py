@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from cg_candidates import tree_paths
-from cg_drafts import fake_draft
 from cg_trees import property_test
 from hypothesis import given
 from hypothesis import strategies as st
 from sgl_graft.cuda_graph.chain import GraftChain
+from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.coupled import walk_accepted
 from sgl_graft.cuda_graph.eagle_tree import DraftPool, draft_pool
 from sgl_graft.cuda_graph.gate import entropy_confidence, path_confidence, staged_gate
@@ -46,7 +46,7 @@ def rounds(draw) -> Round:
     """A real draft over a tiny vocabulary, so that table and draft often agree, and some empty table rows."""
     rng = random.Random(draw(st.integers(0, 2**31)))
     batch, topk, steps = rng.randint(1, 3), rng.randint(2, 4), rng.randint(2, 4)
-    pool = draft_pool(*fake_draft(rng.randrange(2**31), batch, topk, steps, VOCAB))
+    pool = draft_pool(*random_draft(rng.randrange(2**31), batch, topk, steps, VOCAB))
     slots = draw(st.integers(1, pool.tokens.shape[1] + 1))
     plan = paper_stage_plan(slots, steps, 5, min_envelope=rng.randint(0, 20))
     chain = GraftChain.create(plan, topk, steps)
@@ -226,7 +226,7 @@ def test_entropy_gate_by_hand() -> None:
 
 def test_ablations_are_plans() -> None:
     """Retrieval only and a fixed split need no other code."""
-    pool = draft_pool(*fake_draft(3, 1, 2, 2, VOCAB))
+    pool = draft_pool(*random_draft(3, 1, 2, 2, VOCAB))
     envelope = template_for_budget(4, 2, assumed_rank_prior(2))
     tokens, probs = torch.tensor([[20, 21, 22, -1]]), torch.full((1, 4), 0.5)
     stage, roots = torch.zeros(1, dtype=torch.long), torch.tensor([99])

@@ -18,8 +18,8 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cg_drafts import fake_draft
 from sgl_graft.cuda_graph.chain import GraftChain
+from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.coupled import walk_accepted
 from sgl_graft.cuda_graph.dispatch import forced_backend
 from sgl_graft.cuda_graph.eagle_tree import draft_pool
@@ -64,7 +64,7 @@ def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **
 
 def run_every_op(batch: int = 2, slots: int = 16, vocab: int = 151_936) -> None:
     chain = GraftChain.create(paper_stage_plan(slots, 5, 8, min_envelope=48), topk=4, steps=5)
-    pool = draft_pool(*fake_draft(0, batch, 4, 5))
+    pool = draft_pool(*random_draft(0, batch, 4, 5))
     table = SuccessorTable.create(vocab, k=8, num_tables=1, order2_rows=1024)
     zeros = torch.zeros(batch, dtype=torch.long)
     retrieved = chain.retrieve(table, zeros, zeros, zeros)

@@ -6,12 +6,12 @@ import random
 
 import torch
 from cg_compare import assert_equal, both, kernel_test
-from cg_drafts import fake_draft
 from cg_trees import TreeBatch, tree_batches
 from hypothesis import given
 from hypothesis import strategies as st
 from sgl_graft.cuda_graph import top_successors_kernel
 from sgl_graft.cuda_graph.chain import GraftChain
+from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.eagle_tree import draft_pool
 from sgl_graft.cuda_graph.retrieve import DeviceTemplate, retrieve
 from sgl_graft.cuda_graph.staged_rule import staged_weights
@@ -58,7 +58,7 @@ def test_staged_weights(seed: int, backfill: bool, ties: bool) -> None:
     gen = torch.Generator().manual_seed(seed)
     plan = paper_stage_plan(12, 3, 4, min_envelope=20)
     chain = GraftChain.create(plan if backfill else plan.prune_only(), 3, 3)
-    pool = draft_pool(*fake_draft(seed, 4, 3, 3, vocab=9))
+    pool = draft_pool(*random_draft(seed, 4, 3, 3, vocab=9))
     scores = (pool.scores * 4).round() / 4 if ties else pool.scores
     scores[0, :2] = torch.tensor([float("nan"), -1.0])
     retrieved = torch.randint(-1, 9, (4, plan.envelope.num_nodes), generator=gen)
