@@ -82,7 +82,7 @@ class Unrolled:
     """All steps' rows, step by step, each sample's rows in order."""
 
     normed: list[Tensor]  # per step [rows, hidden], input of the LM head
-    target: list[Tensor]  # per step [rows], index into the batch's targets
+    target: list[Tensor]  # per step [rows], index into the batch's targets of what each row must predict
 
 
 class Eagle3Draft(nn.Module):
@@ -145,8 +145,12 @@ class Eagle3Draft(nn.Module):
         out = Unrolled([], [])
         alive = torch.arange(len(rows))  # indices of targets whose chain is still running
         for step in range(steps):
-            if step:
-                going = run_left[alive] > step
+            # Row p is fed token p + 1 + step; the target's word on what follows that token is one row on.
+            going = run_left[alive] > step + 1
+            if step == 0:
+                alive = going.nonzero()[:, 0]
+                queries, hidden = queries[alive], hidden[alive]
+            else:
                 if step == 1 and keep < 1.0:
                     going &= torch.rand(len(alive), generator=random) < keep
                 kept = going.nonzero()[:, 0]
@@ -171,7 +175,7 @@ class Eagle3Draft(nn.Module):
             ]
             hidden = self.after_attention(torch.cat(attended) if attended else queries.flatten(1), hidden)
             out.normed.append(self.norm(hidden))
-            out.target.append(alive + step)
+            out.target.append(alive + 1 + step)
         return out
 
 

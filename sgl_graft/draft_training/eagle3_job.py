@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -52,7 +54,11 @@ def compute_features(
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
     capture = features.FeatureCapture(model, features.default_layers(model.config.num_hidden_layers))
-    for file in pending:
+    for file in random.Random(os.getpid()).sample(
+        pending, len(pending)
+    ):  # several processes may share the work
+        if _feature_file(folder, file).is_file():
+            continue
         tokens = features.compute(model, capture, dialogues.load(file).dialogues, _feature_file(folder, file))
         if report is not None:
             report(file.name, tokens)
@@ -129,11 +135,11 @@ def write_card(job: Eagle3Job, trainer: Trainer, command: str, figures: dict[str
     )
     (folder / "README.md").write_text(
         f"# EAGLE-3 draft for {job.target.name}\n\n"
-        f"Trained with `sgl_graft` for {card['hours']} hours on two CPU cores: {trainer.step} steps over "
+        f"Trained with `sgl_graft` for {card['hours']} hours on a CPU: {trainer.step} steps over "
         f"{card['answer_tokens']:,} answer tokens that the target wrote itself ({len(found):,} dialogues), "
-        f"contexts of up to {job.max_len} tokens. Serve it with stock SGLang: `--speculative-algorithm EAGLE3 "
-        "--speculative-draft-model-path` and this folder.\n\n"
-        f"Held-out dialogues, true tokens fed (chain of one path: {figures['chain']:.2f}):\n\n"
+        f"contexts of up to {job.max_len} tokens. Serve it with stock SGLang: "
+        "`--speculative-algorithm EAGLE3 --speculative-draft-model-path` and this folder.\n\n"
+        f"Held-out dialogues, true tokens fed (accepted by one path: {figures['chain']:.2f}):\n\n"
         f"| depth | top-1 | top-4 |\n|---|---|---|\n{depth}\n\nCommand:\n\n```\n{command}\n```\n"
     )
 

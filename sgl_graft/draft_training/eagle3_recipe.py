@@ -92,10 +92,10 @@ class Eagle3Recipe:
                 hits[4][step] += float(right.any(-1).sum())
                 counts[step] += len(target)
                 still = torch.zeros_like(unbroken)
-                still[target - step] = right[:, 0]
+                still[target - 1 - step] = right[:, 0]
                 unbroken &= still
                 chain_total += float(unbroken.sum())
-            chain_rows += len(likeliest)
+            chain_rows += len(out.target[0])
         rate = {n: [round(h / max(1, c), 4) for h, c in zip(hits[n], counts, strict=True)] for n in (1, 4)}
         return {"top1": rate[1], "top4": rate[4], "chain": round(1 + chain_total / max(1.0, chain_rows), 4)}
 

@@ -87,14 +87,16 @@ def test_unrolled_chain_equals_serving(draft: Eagle3Draft, samples: list[Sample]
         for position in range(row + 1):
             hidden = chain.feed(int(sample.ids[position + 1]), fused[position], position)
         for step in range(steps):
-            target = before + index + step
+            # Fed token p + 1 + step, it must predict the token after that one, as the target does at its row.
+            target = before + index + 1 + step
             found = (out.target[step] == target).nonzero()[:, 0]
-            inside = index + step < len(sample.rows) and int(sample.rows[index + step]) == row + step
+            ahead = index + 1 + step
+            inside = ahead < len(sample.rows) and int(sample.rows[ahead]) == row + 1 + step
             assert len(found) == int(inside), "a chain ends where its answer ends"
             if not inside:
                 break
             torch.testing.assert_close(out.normed[step][found[0]], chain.norm(hidden), atol=2e-5, rtol=1e-4)
-            if row + step + 2 < len(sample.ids):
+            if row + step + 2 < len(sample.ids):  # what the answer really says next
                 hidden = chain.feed(int(sample.ids[row + step + 2]), hidden, row + step + 1)
 
 
