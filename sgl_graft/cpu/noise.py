@@ -30,6 +30,6 @@ def race_speeds(
     return torch.from_numpy(times).reciprocal_().float()
 
 
-def seed_of(request_id: str) -> int:
-    """A 63-bit seed for a request that names none; the same on every rank, since ranks share the id."""
-    return int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1
+def seed_of(name: str) -> int:
+    """A 63-bit seed made of a name, such as a request's id: the same on every rank, since ranks share it."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from sgl_graft import models
 from sgl_graft.bench.server import ServerProcess
-from sgl_graft.models import tiny as random_models
 
 from . import markov
 from .kit_table import TINY, KitRun
 from .server import Reference, Server, Start
-from .variants import PLAIN, SPECULATIVE, VARIANTS, Variant
+from .variants import PLAIN, SPECULATIVE, Variant
 
 READY_TIMEOUT_S = 300.0
 COMMON = ("--device", "cpu", "--dtype", "float32", "--random-seed", "1")
@@ -32,13 +30,34 @@ TIGHT = (
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    for item in items:
-        if here not in item.path.parents:
-            continue
+    ours = [item for item in items if here in item.path.parents]
+    for item in ours:
         item.add_marker(pytest.mark.server)
-        run = getattr(getattr(item, "cls", None), "kit_run", None)
-        if run is not None and (run.own_server or item.name in run.soak):
+        run, variant = _kit_of(item), _variant_of(item)
+        if (variant and variant.soak) or (run and (run.own_server or item.name in run.soak)):
             item.add_marker(pytest.mark.soak)
+    # One variant after the other on each target, so that its server is started once.
+    ours.sort(key=_server_order)
+    others = [item for item in items if item not in ours]
+    items[:] = others + ours
+
+
+def _kit_of(item: pytest.Item) -> KitRun | None:
+    return getattr(getattr(item, "cls", None), "kit_run", None)
+
+
+def _variant_of(item: pytest.Item) -> Variant | None:
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    of_class = getattr(getattr(item, "cls", None), "variant", None)
+    variant: Variant | None = parameters.get("speculative", of_class)
+    return variant
+
+
+def _server_order(item: pytest.Item) -> tuple[int, bool, int]:
+    run, variant = _kit_of(item), _variant_of(item)
+    place = 0 if run is None or run.target == TINY else 1
+    own = run is not None and run.own_server
+    return place, own, SPECULATIVE.index(variant) if variant else -1
 
 
 @pytest.fixture(scope="session")
@@ -67,37 +86,58 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         server.stop()
 
 
+class CurrentServer:
+    """The server of the variant asked for last: servers are large, so the one before is stopped."""
+
+    def __init__(self, start: Callable[[Variant], Server]) -> None:
+        self._start = start
+        self._running: dict[Variant, Server] = {}
+
+    def begin(self, variant: Variant) -> Server:
+        """Start the variant's server without waiting for it."""
+        if variant not in self._running:
+            while self._running:
+                self._running.popitem()[1].stop()
+            self._running[variant] = self._start(variant)
+        return self._running[variant]
+
+    def __call__(self, variant: Variant) -> Server:
+        server = self.begin(variant)
+        server.process.wait_ready(READY_TIMEOUT_S)
+        return server
+
+
 @pytest.fixture(scope="session")
-def tiny_server(start_server: Start, tiny: dict[str, Path]) -> Any:
-    """The server of a variant on the tiny Llama target; asking for one starts all, so they start together."""
-    servers: dict[str, Server] = {}
+def tiny_server(start_server: Start, tiny: dict[str, Path]) -> CurrentServer:
+    """The speculative server of a variant on the tiny Llama target, with a tight pool and chunked prefill."""
 
-    def server_of(variant: Variant) -> Server:
-        if not servers:
-            for each in VARIANTS.values():
-                room = ROOMY if each is PLAIN else TIGHT
-                args = (*room, *each.args(str(tiny["draft"])))
-                # Several servers on few cores: threads that wait for each other would only spin.
-                servers[each.name] = start_server(
-                    f"tiny-{each.name}", tiny["llama"], *args, OMP_NUM_THREADS="1"
-                )
-        servers[variant.name].process.wait_ready(READY_TIMEOUT_S)
-        return servers[variant.name]
+    def start(variant: Variant) -> Server:
+        args = (*TIGHT, *variant.args(str(tiny["draft"])))
+        # Several servers on few cores: threads that wait for each other would only spin.
+        return start_server(f"tiny-{variant.name}", tiny["llama"], *args, OMP_NUM_THREADS="1")
 
-    return server_of
+    return CurrentServer(start)
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_server: Any) -> Reference:
-    """Plain decoding on the tiny target, with room for everything."""
-    return Reference(tiny_server(PLAIN))
+def reference_server(start_server: Start, tiny: dict[str, Path]) -> Server:
+    """Plain decoding on the tiny target, with room for everything; not yet ready when it is returned."""
+    return start_server("tiny-none", tiny["llama"], *ROOMY, OMP_NUM_THREADS="1")
+
+
+@pytest.fixture(scope="session")
+def reference(reference_server: Server) -> Reference:
+    """Answers of plain decoding on the tiny target."""
+    reference_server.process.wait_ready(READY_TIMEOUT_S)
+    return Reference(reference_server)
 
 
 @pytest.fixture(scope="session", params=SPECULATIVE, ids=lambda variant: variant.name)
-def speculative(request: pytest.FixtureRequest, tiny_server: Any) -> Server:
-    """A speculative server on the tiny target, with a tight pool and prompts prefilled in chunks."""
-    server: Server = tiny_server(request.param)
-    return server
+def speculative(
+    request: pytest.FixtureRequest, tiny_server: CurrentServer, reference_server: Server
+) -> Server:
+    """A speculative server on the tiny target; it starts beside plain decoding's."""
+    return tiny_server(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -106,46 +146,40 @@ def embedded_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shipped = models.path("smollm2-135m-instruct-eagle3")
     if (shipped / "config.json").is_file():
         return shipped
+    from sgl_graft.models import tiny  # transformers: seconds to import
+
     folder = tmp_path_factory.mktemp("draft") / "random"
-    return random_models.build_draft(folder, models.get("smollm2-135m-instruct"), draft_vocab_size=8192)
+    return tiny.build_draft(folder, models.get("smollm2-135m-instruct"), draft_vocab_size=8192)
 
 
 @pytest.fixture(scope="session")
-def embedded_server(start_server: Start, request: pytest.FixtureRequest) -> Any:
-    """The server of a variant on the embedded model. Only the one asked for last is kept: they are large."""
-    running: dict[str, Server] = {}
+def embedded_server(start_server: Start, request: pytest.FixtureRequest) -> CurrentServer:
+    """The server of a variant on the embedded model."""
 
-    def server_of(variant: Variant) -> Server:
-        if variant.name not in running:
-            while running:
-                running.popitem()[1].stop()
-            draft = request.getfixturevalue("embedded_draft") if variant is not PLAIN else ""
-            args = (*ROOMY, *variant.args(str(draft)))
-            target = models.get("smollm2-135m-instruct")
-            running[variant.name] = start_server(f"smollm2-{variant.name}", target, *args)
-        running[variant.name].process.wait_ready(READY_TIMEOUT_S)
-        return running[variant.name]
+    def start(variant: Variant) -> Server:
+        draft = request.getfixturevalue("embedded_draft") if variant is not PLAIN else ""
+        target = models.get("smollm2-135m-instruct")
+        return start_server(f"smollm2-{variant.name}", target, *ROOMY, *variant.args(str(draft)))
 
-    return server_of
+    return CurrentServer(start)
 
 
 @pytest.fixture(scope="session")
-def kit_server(start_server: Start, tiny: dict[str, Path], tiny_server: Any, embedded_server: Any) -> Any:
+def kit_server(
+    start_server: Start, tiny: dict[str, Path], tiny_server: CurrentServer, embedded_server: CurrentServer
+) -> Callable[[KitRun, Variant], Server]:
     """The server that one of upstream's test kits runs against."""
-    own: dict[tuple[str, str], Server] = {}
+    own: dict[str, CurrentServer] = {}
 
     def server_of(run: KitRun, variant: Variant) -> Server:
         if not run.own_server:
-            server: Server = (tiny_server if run.target == TINY else embedded_server)(variant)
-            return server
-        key = (run.name, variant.name)
-        if key not in own:
-            while own:
-                own.popitem()[1].stop()
+            return (tiny_server if run.target == TINY else embedded_server)(variant)
+
+        def start(variant: Variant) -> Server:
             args = (*ROOMY, *variant.args(str(tiny["draft"])), *run.flags)
             name = f"kit-{run.name}-{variant.name}"
-            own[key] = start_server(name, tiny["llama"], *args, OMP_NUM_THREADS="1", **run.environment)
-        own[key].process.wait_ready(READY_TIMEOUT_S)
-        return own[key]
+            return start_server(name, tiny["llama"], *args, OMP_NUM_THREADS="1", **run.environment)
+
+        return own.setdefault(run.name, CurrentServer(start))(variant)
 
     return server_of

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from .payloads import PROMPTS
 from .server import Reference, Server
-from .variants import SPECULATIVE
+from .variants import EAGLE_TREE
 
 BENCH_REQUESTS = 8
 BENCH_TOKENS = 16
@@ -57,12 +58,19 @@ def test_completions_with_logprobs_through_the_openai_client(
         assert len(got.logprobs.token_logprobs) == 12
 
 
-def test_bench_serving(tiny_server: Any, tmp_path: Path) -> None:
-    server: Server = tiny_server(SPECULATIVE[-1])
+@pytest.mark.parametrize("speculative", [EAGLE_TREE], ids=["tree"], indirect=True)
+def test_bench_serving(speculative: Server, tmp_path: Path) -> None:
     output = tmp_path / "bench.jsonl"
     command = [
-        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", server.url),
-        *("--model", str(server.model), "--tokenizer", str(server.model), "--dataset-name", "random-ids"),
+        *(sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", speculative.url),
+        *(
+            "--model",
+            str(speculative.model),
+            "--tokenizer",
+            str(speculative.model),
+            "--dataset-name",
+            "random-ids",
+        ),
         *("--random-input-len", "24", "--random-output-len", str(BENCH_TOKENS), "--random-range-ratio", "1"),
         *("--num-prompts", str(BENCH_REQUESTS), "--output-file", str(output), "--disable-tqdm"),
     ]

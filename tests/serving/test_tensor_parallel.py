@@ -7,11 +7,11 @@ from pathlib import Path
 from .conftest import READY_TIMEOUT_S, TIGHT
 from .payloads import FILTERS, PROMPTS, accept_length, check, check_all, request, seeded
 from .server import Reference, Start
-from .variants import SPECULATIVE
+from .variants import EAGLE_TREE
 
 
 def test_two_ranks_equal_one(start_server: Start, tiny: dict[str, Path], reference: Reference) -> None:
-    args = (*TIGHT, *SPECULATIVE[-1].args(str(tiny["draft"])), "--tp", "2")
+    args = (*TIGHT, *EAGLE_TREE.args(str(tiny["draft"])), "--tp", "2")
     server = start_server(
         "tiny-tp2", tiny["llama"], *args, OMP_NUM_THREADS="1", SGLANG_CPU_OMP_THREADS_BIND="0|1"
     )
