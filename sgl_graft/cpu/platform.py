@@ -50,6 +50,7 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.sampling_backend = SAMPLING_BACKEND
         # The scheduler polls without pause otherwise, on a core that the other processes need.
         server_args.sleep_on_idle = True
+        apply(patches_of("cpu_front"))
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND
