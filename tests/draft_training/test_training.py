@@ -16,7 +16,7 @@ from sgl_graft.draft_training.eagle3 import Eagle3Draft, draft_config
 from sgl_graft.draft_training.eagle3_recipe import Eagle3Recipe, Eagle3Settings, load_eagle3
 from sgl_graft.draft_training.features import SUFFIX, FeatureShard
 from sgl_graft.draft_training.feed import Feed
-from sgl_graft.draft_training.loop import Trainer, TrainSettings, split_evenly
+from sgl_graft.draft_training.loop import TrainSettings, split_evenly
 from sgl_graft.draft_training.loss import soft_head_loss
 from sgl_graft.draft_training.simulate import TreeShape, accept_lengths
 
@@ -28,9 +28,8 @@ def job(target: Path, data: Path, run: Path, feature_folder: Path, **train: Any)
     if not (run / "features").exists():
         (run / "features").symlink_to(feature_folder)
     settings = {"warmup": 2, "decay_steps": 4, "lr": 2e-3, "eval_every": 4, "save_every": 4, **train}
-    return eagle3_job.Eagle3Job(
-        target, (data,), run, draft_vocab_size=128, batch_targets=64, train=TrainSettings(**settings), eagle3=FP32
-    )
+    sizes = {"draft_vocab_size": 128, "batch_targets": 64}
+    return eagle3_job.Eagle3Job(target, (data,), run, **sizes, train=TrainSettings(**settings), eagle3=FP32)
 
 
 def test_head_loss_equals_autograd() -> None:
@@ -59,7 +58,9 @@ def test_loss_falls(target: Path, data: Path, feature_folder: Path, tmp_path: Pa
     assert 1.0 <= figures["chain"] <= 4.0
 
 
-def test_killed_run_continues_bit_for_bit(target: Path, data: Path, feature_folder: Path, tmp_path: Path) -> None:
+def test_killed_run_continues_bit_for_bit(
+    target: Path, data: Path, feature_folder: Path, tmp_path: Path
+) -> None:
     whole = eagle3_job.make_trainer(job(target, data, tmp_path / "whole", feature_folder, steps=12))
     whole.run()
 
@@ -129,9 +130,16 @@ def test_export_is_what_sglang_loads(target: Path, data: Path, feature_folder: P
     trainer.run()
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     expected = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 128,
-        "vocab_size": 320, "draft_vocab_size": 128, "tie_word_embeddings": False, "head_dim": 32, "dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": 128,
+        "head_dim": 32,
+        "vocab_size": 320,
+        "draft_vocab_size": 128,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
     assert {k: config[k] for k in expected} == expected
     tensors = load_file(tmp_path / "export" / "model.safetensors")
     h, wide, q, kv, mlp = 128, 256, 4 * 32, 2 * 32, 256
@@ -161,7 +169,8 @@ def test_export_round_trips(target: Path, data: Path, feature_folder: Path, tmp_
     trainer = eagle3_job.make_trainer(job(target, data, tmp_path, feature_folder, steps=2))
     trainer.run()
     draft, vocab = load_eagle3(tmp_path / "export")
-    averaged = dict(zip([n for n, _ in trainer.recipe.module.named_parameters()], trainer.average, strict=True))
+    names = [name for name, _ in trainer.recipe.module.named_parameters()]
+    averaged = dict(zip(names, trainer.average, strict=True))
     for name, param in draft.named_parameters():
         torch.testing.assert_close(param, averaged[name].to(torch.bfloat16).float(), atol=0, rtol=0)
     assert len(vocab.draft_to_target) == 128
