@@ -25,9 +25,12 @@ class TableConfig(Section):
     Attributes:
         row_width: successors kept per row (k).
         order2_rows: rows keyed by the last two tokens; 0 switches them off.
-        scope: who shares a table: all requests, a labelled group, or nobody.
+        scope: who shares a table: all requests, or nobody. None: nobody when API keys are set, else all.
         seed_prompts: learn the prompt's own next tokens at prefill.
         path: file to load at start; refused when it belongs to another tokenizer or target.
+        save_path: file the server saves its table to, and loads at start when it is there. It holds traces
+            of users' text: mode 0600, deleted by ``sgl-graft forget``.
+        save_every_s: seconds between two saves.
     """
 
     row_width: int = Field(8, ge=1, le=16)
@@ -35,6 +38,14 @@ class TableConfig(Section):
     scope: Literal["shared", "request"] | None = None
     seed_prompts: bool = True
     path: Path | None = None
+    save_path: Path | None = None
+    save_every_s: float = Field(300.0, gt=0)
+
+    @model_validator(mode="after")
+    def _files_need_a_shared_table(self) -> TableConfig:
+        if self.scope == "request" and (self.path or self.save_path):
+            raise ValueError("a private table (scope request) is never stored; leave path and save_path out")
+        return self
 
 
 class GraftConfig(Section):
@@ -43,7 +54,8 @@ class GraftConfig(Section):
     Attributes:
         rule: how slots are chosen, ``value`` (ours) or ``staged`` (the paper's).
         base: the engine algorithm that GRAFT patches.
-        depth: levels below the root a tree may have; at least the draft's steps. None: two more than them.
+        depth: levels below the root a tree may have; at least the draft's steps. None: the
+            paper's 9, or what fits into the slots.
         calibration: file written by ``sgl-graft calibrate``; None takes the packaged one for the draft.
         thresholds: one gate threshold per checkpoint of the ``staged`` rule, over the calibrated ones.
         collect: file to write calibration counters to while serving; slower, for ``sgl-graft calibrate``.

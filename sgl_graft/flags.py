@@ -46,3 +46,6 @@ def before_resolve(server_args: Any) -> None:
     if selected_algorithm():
         require(patches_of("names", "graft"))  # load() did not know, when the name came from Python or a file
         check_draft(server_args)
+        from .graft.startup import check_graft
+
+        check_graft(server_args)

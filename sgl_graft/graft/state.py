@@ -6,7 +6,6 @@ Torch only; the worker connects it to the engine. Everything here changes speed,
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import torch
 
@@ -18,60 +17,14 @@ from ..cuda_graph.select import GraftedTree
 from ..cuda_graph.stages import paper_stage_plan
 from ..cuda_graph.successor_table import SuccessorTable
 from ..cuda_graph.table_update import accepted_slots, write_successors
-from ..cuda_graph.templates import assumed_rank_prior
 from ..cuda_graph.top_successors import TopSuccessors, top_successors
 from ..cuda_graph.value_rule import ValueMaps
 from .calibration import Calibration
 from .counters import CandidateCounters, RoundCounters
+from .shape import GraftShape, rank_prior
 
-PAPER_DEPTH = 9  # levels of the paper's templates
 COLLECT_EVERY = 20  # rounds between two writes of the calibration counters
 VALUE_ENVELOPE = 48  # retrieved candidates the value rule chooses from
-
-
-def rank_prior(config: GraftConfig) -> tuple[float, ...]:
-    """Chance assumed for each rank when the template is laid out, longest first for the value rule.
-
-    The value rule chooses among the candidates later, so its envelope may bet on the deep copies that
-    pay most; the staged rule verifies its template as it is.
-    """
-    width = config.table.row_width
-    if config.rule == "staged":
-        return assumed_rank_prior(width)
-    return tuple(0.7 if rank == 0 else 0.15 * rank**-1.4 for rank in range(width))
-
-
-@dataclass(frozen=True)
-class GraftShape:
-    """The sizes a server fixes at start.
-
-    Attributes:
-        slots: verify slots per request, root included.
-        topk: beams per draft step.
-        steps: draft steps.
-        num_rows: rows of the engine's request pool.
-        vocab_size: the target's vocabulary.
-    """
-
-    slots: int
-    topk: int
-    steps: int
-    num_rows: int
-    vocab_size: int
-
-    def depth(self, asked: int | None) -> int:
-        """Levels below the root a tree may have.
-
-        Raises:
-            ValueError: fewer levels than the draft has steps, or more than the slots can hold.
-        """
-        depth = max(self.steps, min(PAPER_DEPTH, self.slots - 1)) if asked is None else asked
-        if not self.steps <= depth <= max(self.steps, self.slots - 1):
-            raise ValueError(
-                f"graft.depth is {depth}; it must be between the draft's {self.steps} steps and the "
-                f"{self.slots - 1} nodes that fit into {self.slots} slots"
-            )
-        return depth
 
 
 class GraftState:
@@ -103,11 +56,6 @@ class GraftState:
         )
         self.chain = GraftChain.create(plan, shape.topk, shape.steps, device)
         thresholds = config.thresholds or calibration.thresholds_for(plan.checkpoints)
-        if len(thresholds) != len(plan.checkpoints):
-            raise ValueError(
-                f"graft.thresholds has {len(thresholds)} values; the {len(plan.checkpoints)} gates at draft "
-                f"depths {list(plan.checkpoints)} need one each"
-            )
         self.thresholds = torch.tensor(thresholds, dtype=torch.float32, device=device)
         self.maps: ValueMaps = calibration.value_maps(device)
         depth = self.chain.max_path - 1

@@ -5,6 +5,7 @@ The rows hold traces of what users wrote, so files are created with mode 0600 an
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from dataclasses import dataclass
@@ -33,6 +34,21 @@ class TableIdentity:
 
     target: str
     tokenizer: str
+
+
+def identity_of(model_folder: Path) -> TableIdentity:
+    """Identity of a served model: digests of its configuration and of its tokenizer's files."""
+
+    def digest(names: tuple[str, ...]) -> str:
+        whole = hashlib.sha256()
+        for name in names:
+            path = model_folder / name
+            whole.update(path.read_bytes() if path.is_file() else b"")
+        return whole.hexdigest()[:16]
+
+    return TableIdentity(
+        target=digest(("config.json",)), tokenizer=digest(("tokenizer.json", "tokenizer.model"))
+    )
 
 
 def _description(table: SuccessorTable, identity: TableIdentity) -> dict[str, str]:
@@ -115,7 +131,13 @@ def load_own_table(table: SuccessorTable, path: Path, identity: TableIdentity) -
     return True
 
 
-def forget(path: Path) -> None:
-    """Delete a saved table and what was set aside beside it."""
-    path.unlink(missing_ok=True)
-    path.with_suffix(path.suffix + ".damaged").unlink(missing_ok=True)
+def forget(path: Path) -> bool:
+    """Delete a saved table and what was set aside beside it.
+
+    Returns:
+        whether there was anything to delete.
+    """
+    files = [file for file in (path, path.with_suffix(path.suffix + ".damaged")) if file.exists()]
+    for file in files:
+        file.unlink()
+    return bool(files)

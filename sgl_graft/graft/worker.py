@@ -11,9 +11,11 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_v2 as stock
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
@@ -22,7 +24,11 @@ from ..cuda_graph.eagle_tree import draft_pool
 from ..cuda_graph.top_successors import TopSuccessors
 from ..cuda_graph.tree_links import TreeMaskMode, tree_links
 from .calibration import load_calibration
-from .state import GraftShape, GraftState
+from .keeper import TableKeeper
+from .shape import GraftShape
+from .startup import check_shape
+from .state import GraftState
+from .store import identity_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +71,12 @@ class GraftDraftWorker(stock.EagleDraftWorker):
         super().alloc_memory_pool(*args, **kwargs)
         target = self.target_worker.model_runner
         self.graft = create_state(self, target)
+        self.keeper = TableKeeper(
+            self.graft.table,
+            self.graft.config.table,
+            identity_of(Path(target.model_config.model_path)),
+            saves=get_parallel().tp_rank == 0,
+        )
         self.row_owner: dict[int, str] = {}
 
     # ---- draft -----------------------------------------------------------------------------------------
@@ -148,6 +160,7 @@ class GraftWorker(stock.EAGLEWorkerV2):
         state.learn(rows, tokens, tree.parents, tree.depths, accept_index, best)
         state.commit(rows, result.next_token_ids.view(-1, slots), result.accept_lens)
         state.counters.record(tree.sources, tree.depths, tree.stage, accept_index, result.accept_lens)
+        self._draft_worker.keeper.save_when_due()
         return result
 
     def clear_cache_pool(self) -> None:
@@ -182,8 +195,13 @@ def _deeper(verify_input: EagleVerifyInput, max_path: int) -> GraftVerifyInput:
 
 
 def create_state(worker: Any, target: Any) -> GraftState:
-    """Size the state from the server's arguments."""
+    """Size the state from the server's arguments; the table's memory is taken before graphs are captured."""
     config = current_config().graft
+    if config.table.scope is None:
+        args = worker.server_args
+        scope = "request" if args.api_key or args.admin_api_key else "shared"
+        table = config.table.model_copy(update={"scope": scope})
+        config = config.model_copy(update={"table": table})
     shape = GraftShape(
         slots=worker.speculative_num_draft_tokens,
         topk=worker.topk,
@@ -191,15 +209,17 @@ def create_state(worker: Any, target: Any) -> GraftState:
         num_rows=worker.req_to_token_pool.req_to_token.shape[0],
         vocab_size=target.model_config.vocab_size,
     )
+    check_shape(config, shape)
     draft_path = worker.draft_runner.model_config.model_path
     calibration = load_calibration(config, draft_path, shape.vocab_size)
     state = GraftState(config, shape, calibration, worker.device)
     logger.info(
-        "GRAFT: rule=%s slots=%d depth=%d table=%.1f MB",
+        "GRAFT: rule=%s slots=%d depth=%d table=%.1f MB scope=%s",
         config.rule,
         shape.slots,
         state.max_path - 1,
         state.table.num_bytes / 2**20,
+        config.table.scope,
     )
     return state
 

@@ -6,7 +6,8 @@ from sgl_graft.cuda_graph.eagle_tree import DraftPool, pool_level_sizes
 
 from sgl_graft.config import GraftConfig, TableConfig
 from sgl_graft.graft.calibration import Calibration
-from sgl_graft.graft.state import GraftShape, GraftState
+from sgl_graft.graft.shape import GraftShape
+from sgl_graft.graft.state import GraftState
 
 VOCAB = 50
 SHAPE = GraftShape(slots=8, topk=2, steps=3, num_rows=4, vocab_size=VOCAB)
@@ -125,8 +126,3 @@ def test_learning_follows_the_logits():
 def test_a_depth_out_of_range_is_refused(depth):
     with pytest.raises(ValueError, match=rf"graft.depth is {depth}"):
         make_state(depth=depth)
-
-
-def test_wrong_number_of_thresholds_is_refused():
-    with pytest.raises(ValueError, match="gates"):
-        make_state("staged", thresholds=(0.1,))
