@@ -33,13 +33,13 @@ class TableConfig(Section):
         save_every_s: seconds between two saves.
     """
 
-    row_width: int = Field(8, ge=1, le=16)
-    order2_rows: int = Field(65536, ge=0, le=2**24)
+    row_width: int = Field(default=8, ge=1, le=16)
+    order2_rows: int = Field(default=65536, ge=0, le=2**24)
     scope: Literal["shared", "request"] | None = None
     seed_prompts: bool = True
     path: Path | None = None
     save_path: Path | None = None
-    save_every_s: float = Field(300.0, gt=0)
+    save_every_s: float = Field(default=300.0, gt=0)
 
     @model_validator(mode="after")
     def _files_need_a_shared_table(self) -> TableConfig:
@@ -63,7 +63,7 @@ class GraftConfig(Section):
 
     rule: Literal["value", "staged"] = "value"
     base: Literal["EAGLE3", "EAGLE"] = "EAGLE3"
-    depth: int | None = Field(None, ge=1, le=32)
+    depth: int | None = Field(default=None, ge=1, le=32)
     calibration: Path | None = None
     collect: Path | None = None
     thresholds: tuple[float, ...] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,7 +66,7 @@ class RoundCounters:
         self.rounds.add_(sources.shape[0])
         self.committed.add_(accept_lens.sum())
 
-    def snapshot(self) -> dict[str, list]:
+    def snapshot(self) -> dict[str, Any]:
         """Totals as plain lists. Reads the device: for a scrape, never for a round."""
         return {
             "used": self.used.tolist(),

@@ -51,7 +51,8 @@ def check_shape(config: GraftConfig, shape: GraftShape) -> None:
     if shape.topk < 2:
         raise ValueError(
             f"GRAFT needs --speculative-eagle-topk of at least 2, got {shape.topk}: a chain has no "
-            "low-ranked nodes to swap. Use --speculative-eagle-topk 4, or --speculative-algorithm EAGLE3 for a chain."
+            "low-ranked nodes to swap. Use --speculative-eagle-topk 4, or serve the chain with "
+            "--speculative-algorithm EAGLE3."
         )
     plan = paper_stage_plan(
         shape.slots, shape.steps, shape.depth(config.depth), rank_prior=rank_prior(config)

@@ -142,7 +142,7 @@ class GraftWorker(stock.EAGLEWorkerV2):
 
     @property
     def state(self) -> GraftState:
-        return self._draft_worker.graft  # type: ignore[no-any-return]
+        return self._draft_worker.graft
 
     def verify(self, batch: Any, pp_proxy_tensors: Any = None, grammar_barrier: Any = None) -> Any:
         if batch.forward_mode.is_idle():
@@ -150,14 +150,15 @@ class GraftWorker(stock.EAGLEWorkerV2):
         state, tree = self.state, self._draft_worker.tree
         rows, slots = batch.req_pool_indices, batch.spec_info.draft_token_num
         tokens = batch.spec_info.draft_token.view(-1, slots)
-        target, self._target_worker = self._target_worker, _LogitsTap(self._target_worker, state)
+        target: Any = self._target_worker
+        tap = _LogitsTap(target, state)
+        self._target_worker: Any = tap
         try:
             result = super().verify(batch, pp_proxy_tensors, grammar_barrier)
-            best = self._target_worker.best
         finally:
             self._target_worker = target
         accept_index = result.accept_index
-        state.learn(rows, tokens, tree.parents, tree.depths, accept_index, best)
+        state.learn(rows, tokens, tree.parents, tree.depths, accept_index, tap.best)
         state.commit(rows, result.next_token_ids.view(-1, slots), result.accept_lens)
         state.counters.record(tree.sources, tree.depths, tree.stage, accept_index, result.accept_lens)
         self._draft_worker.keeper.save_when_due()
@@ -240,7 +241,7 @@ def organize(
     [batch, slots], its notes [batch, slots, 3] (depth, source, stage) and its tokens [batch, slots - 1].
     """
     if _current is None:
-        return original(score_list, token_list, parents_list, num_draft_token)  # type: ignore[no-any-return]
+        return original(score_list, token_list, parents_list, num_draft_token)
     pool = draft_pool(score_list, token_list, parents_list)
     tree, stage = _current.graft.grow(pool, _current.draft_rows)
     notes = torch.stack((tree.depths, tree.sources, stage.unsqueeze(1).expand_as(tree.depths)), dim=2)
@@ -264,7 +265,7 @@ def build_tree(
 ) -> tuple[torch.Tensor, ...]:
     """Around ``build_tree_kernel_efficient``: mask, positions and links of the grafted tree."""
     if _current is None:
-        return original(  # type: ignore[no-any-return]
+        return original(
             bonus_tokens, parents, notes, draft_tokens, seq_lens, seq_lens_sum, topk, spec_steps,
             num_verify_tokens, tree_mask_mode, tree_mask_buf, fill_prefix_mask,
         )  # fmt: skip
