@@ -56,6 +56,7 @@ class Round:
     table_index: Tensor  # [batch] int64
     seq_lens: Tensor  # [batch] int64
     thresholds: Tensor  # [checkpoints] float32
+    maps: ValueMaps  # identity: then both implementations agree to the last bit
     targets: Tensor  # [batch, slots] int64
     accepted: Tensor  # [batch, slots] bool
     logits: Tensor  # [batch * slots, vocab] bfloat16
@@ -120,6 +121,7 @@ def random_round(shape: Shape, device: torch.device | str, seed: int = 0) -> Rou
         table_index=integers(0, 1, shape.batch),
         seq_lens=integers(1, MAX_SEQ_LEN, shape.batch),
         thresholds=torch.full((len(plan.checkpoints),), 0.3, device=device),
+        maps=ValueMaps.identity(chain.max_path - 1, device),
         targets=integers(0, spoken, shape.batch, shape.slots),
         accepted=integers(0, 2, shape.batch, shape.slots) > 0,
         logits=logits,

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .buffers import CapturedGraph, ChainInputs, GraftBuffers
-from .chain import GraftChain
 from .check_cases import Round, readable
 from .check_compare import Comparison, compare_tensors
 from .coupled import AcceptedPath, walk_accepted
 from .dispatch import forced_backend
 from .eagle_tree import DraftPool
+from .fork import fork
 from .select import GraftedTree
 from .successor_table import SuccessorTable
 from .table_update import accepted_slots, update_from_logits
 from .tree_links import TreeLinks, tree_links
-from .value_rule import ValueMaps
 
 
 def check_graph(case: Round, rule: str) -> list[Comparison]:
@@ -55,7 +54,7 @@ def _one_round(
 ) -> tuple[GraftedTree, TreeLinks, AcceptedPath]:
     """Retrieve, graft, link, walk and update, all from the buffers."""
     batch = buffers.max_batch
-    tree = graft(case.chain, table, buffers, buffers.pool, case.thresholds, rule)
+    tree = graft(case, table, buffers, buffers.pool, rule)
     links = tree_links(tree.parents, buffers.seq_lens)
     path = walk_accepted(tree.tokens, tree.parents, case.targets[:batch], case.chain.max_path)
     update_from_logits(
@@ -72,19 +71,15 @@ def _one_round(
 
 
 def graft(
-    chain: GraftChain,
-    table: SuccessorTable,
-    rows: GraftBuffers | Round,
-    pool: DraftPool,
-    thresholds: Tensor,  # [checkpoints] float32
-    rule: str,
+    case: Round, table: SuccessorTable, rows: GraftBuffers | Round, pool: DraftPool, rule: str
 ) -> GraftedTree:
-    """Retrieval and one selection rule, `staged` or `value` (uncalibrated)."""
-    retrieved = chain.retrieve(table, rows.table_index, rows.root_tokens, rows.previous_tokens)
+    """Retrieval beside the gate, then one selection rule: `staged`, or `value` without calibration."""
+    chain, roots = case.chain, rows.root_tokens
+    beside = fork(lambda: chain.retrieve(table, rows.table_index, roots, rows.previous_tokens), roots.device)
     if rule == "staged":
-        return chain.graft_staged(pool, retrieved, rows.root_tokens, chain.stage(pool.scores, thresholds))
-    maps = ValueMaps.identity(len(chain.layout.draft_levels), thresholds.device)
-    return chain.graft_value(pool, retrieved, rows.root_tokens, maps)
+        stage = chain.stage(pool.scores, case.thresholds)  # in a server the draft steps run here
+        return chain.graft_staged(pool, beside.join(), roots, stage)
+    return chain.graft_value(pool, beside.join(), roots, case.maps)
 
 
 def _reference(case: Round, rule: str, live: int) -> list[Tensor]:

@@ -18,7 +18,7 @@ from .staged_rule import staged_weights
 from .table_update import write_successors
 from .top_successors import top_successors
 from .tree_links import tree_links
-from .value_rule import DRAFT, TABLE, ValueMaps, value_weights
+from .value_rule import DRAFT, TABLE, value_weights
 
 CALLS_PER_GRAPH = 20
 REPLAYS = 10
@@ -88,7 +88,7 @@ def timed_calls(case: Round) -> dict[str, Callable[[], object]]:
     confidence = path_confidence(pool.scores, chain.topk, chain.steps)
     stage = chain.stage(pool.scores, case.thresholds)
     staged = staged_weights(chain.stages, layout, stage, pool.tokens, pool.scores, retrieved.tokens)
-    maps = ValueMaps.identity(len(layout.draft_levels), pool.scores.device)
+    maps = case.maps
     candidates = (pool.tokens, pool.parents, staged[0], retrieved.tokens, staged[1])
     trie = merge_trie(layout, *candidates)
     tree = select_tree(layout, trie, case.root_tokens, case.shape.slots)
@@ -97,7 +97,7 @@ def timed_calls(case: Round) -> dict[str, Callable[[], object]]:
 
     def whole(rule: str) -> Callable[[], object]:
         def run() -> object:
-            grafted = graft(chain, table, case, draft_pool(*case.lists), case.thresholds, rule)
+            grafted = graft(case, table, case, draft_pool(*case.lists), rule)
             return tree_links(grafted.parents, case.seq_lens)
 
         return run

@@ -1,4 +1,4 @@
-"""Count the operations that would make the host wait for the device, or give a data-dependent shape.
+"""Count the operations that a captured graph cannot hold: host reads, data-dependent shapes, Python data.
 
     with HostReadCounter() as counter:
         chain(...)
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that return a Python number or a tensor whose shape depends on values.
+# Operations that return a Python number or a tensor whose shape depends on values, or take Python values.
 READS = {
     "aten::_local_scalar_dense",
     "aten::item",
@@ -31,6 +31,7 @@ READS = {
     "aten::unique_dim",
     "aten::bincount",
     "aten::repeat_interleave",
+    "aten::lift_fresh",  # torch.tensor(values): a copy from the host, which a capture refuses
 }
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 COPIES = {"aten::_to_copy", "aten::copy_"}

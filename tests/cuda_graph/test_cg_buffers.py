@@ -15,6 +15,7 @@ from sgl_graft.cuda_graph.chain import GraftChain
 from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.coupled import walk_accepted
 from sgl_graft.cuda_graph.eagle_tree import DraftPool, draft_pool
+from sgl_graft.cuda_graph.fork import fork
 from sgl_graft.cuda_graph.host_reads import count_host_reads
 from sgl_graft.cuda_graph.prompt_update import observe_prompt
 from sgl_graft.cuda_graph.select import GraftedTree
@@ -213,6 +214,7 @@ def test_the_counter_sees_host_reads() -> None:
         "aten::index": lambda: values[values > 0],
         "aten::index_put_": lambda: values.index_put_((values > 5,), torch.tensor(0)),
         "aten::_unique2": lambda: values.unique(),
+        "aten::lift_fresh": lambda: torch.tensor([1, 2]),
         "aten::equal": lambda: torch.equal(values, values),
         "aten::repeat_interleave": lambda: torch.arange(3).repeat_interleave(values),
     }
@@ -225,3 +227,8 @@ def test_the_counter_sees_host_reads() -> None:
 def test_the_counter_lets_fixed_shapes_pass() -> None:
     values = torch.tensor([1, 0, 2])
     assert count_host_reads(lambda: values[values].sum() + values.to(torch.float32).sum()) == []
+
+
+def test_fork_works_without_streams() -> None:
+    beside = fork(lambda: (torch.ones(2),), torch.device("cpu"))
+    assert beside.stream is None and torch.equal(beside.join()[0], torch.ones(2))
