@@ -28,7 +28,8 @@ def answer(tokens: list[int], prompt: list[int], drafted: int) -> Answer:
         pool[i, 2] = padded[i + 2] if drafted >= 2 else NOWHERE
         pool[i, 3:] = torch.tensor([NOWHERE + 1, NOWHERE, NOWHERE + 1])
     parents = torch.tensor([[-1, -1, 0, 0, 1, 1]]).expand(count, -1)
-    scores = torch.tensor([[0.9, 0.05, 0.8, 0.05, 0.02, 0.01]]).expand(count, -1)
+    sure_draft = [0.9, 0.05, 0.8, 0.05, 0.02, 0.01]
+    scores = torch.tensor([sure_draft]).expand(count, -1) * (1.0 if drafted else 0.01)
     roots = torch.tensor(tokens)
     tree_tokens, tree_parents = stock_tree(DraftPool(pool, parents, scores), roots, SHAPE.slots)
     next_ids = torch.full((count, ROW_WIDTH), NOWHERE + 2, dtype=torch.int32)
@@ -110,7 +111,7 @@ def test_order_two_rows_tell_contexts_apart() -> None:
     # After 1 comes 2 or 3, depending on what came before 1.
     tokens = [7, 1, 2, 8, 1, 3] * 6
     given = recording(("a", answer(tokens, [50], 0)))
-    narrow = replace(VALUE, slots=3, row_width=1, template_width=1)
+    narrow = replace(VALUE, slots=2)  # one guess a round
     assert rounds(replace(narrow, order2_rows=4096), given)[0] < rounds(narrow, given)[0]
 
 
