@@ -54,10 +54,10 @@ def load() -> None:
     if disabled():
         return
     asked = selected()
+    features = ("names", "graft") if asked else ("names",)
     try:
-        if asked:
-            require(patches_of("names", "graft"))
-        apply(patches_of("names", stage="load"))
+        require(patches_of(*features))
+        apply(patches_of(*features, stage="load"))
     except ContractError as error:
         if asked:
             sys.exit(f"sgl_graft refuses to start: {error}")

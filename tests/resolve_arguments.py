@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang.srt.platforms import current_platform
 from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import prepare_server_args
 
 
@@ -38,6 +39,8 @@ def resolve(argv: list[str]) -> dict[str, Any]:
             answer |= {"code": 1 if is_text else stop.code, "message": stop.code if is_text else ""}
         except Exception as error:
             answer |= {"code": 1, "message": str(error), "traceback": traceback.format_exc()}
+    answer["patched"] = sorted(HookRegistry._patched)
+    answer["platform"] = type(current_platform).__module__
     answer["stderr"] = errors.getvalue()
     return answer
 

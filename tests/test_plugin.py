@@ -126,6 +126,14 @@ def test_a_changed_function_warns_when_not_asked_for(
     assert "add_cli_args has changed" in caplog.text
 
 
+def test_asked_for_it_adds_what_selects_its_worker(applied: Applied, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(monkeypatch, "--speculative-algorithm", "GRAFT")
+    plugin.load()
+    (patches,) = applied
+    assert {patch.feature for patch in patches} == {"names", "graft"}
+    assert {patch.stage for patch in patches} == {"load"}
+
+
 def test_switched_off_it_does_nothing(applied: Applied, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plugin.DISABLE_VARIABLE, "1")
     monkeypatch.setattr(plugin, "version", lambda _name: "0.5.24")
@@ -144,6 +152,7 @@ def test_zero_does_not_switch_it_off(value: str, monkeypatch: pytest.MonkeyPatch
 class TestCpuPlatform:
     @pytest.fixture(autouse=True)
     def no_accelerator(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # activation sets it; put it back afterwards
         monkeypatch.setattr(entry, "_accelerator_present", lambda: False)
 
     def test_it_is_used_where_there_is_no_accelerator(self, monkeypatch: pytest.MonkeyPatch) -> None:

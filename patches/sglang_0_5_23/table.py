@@ -31,15 +31,15 @@ PATCHES: tuple[Patch, ...] = (
         fingerprint="1a6420af6f198548",
         feature="names",
     ),
+    # ---- GRAFT ---------------------------------------------------------------------------------------
     Patch(
         target="sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
         how="around",
         hook="graft.select:select_worker",
         why="builds GRAFT's worker where GRAFT was asked for; the stock one otherwise",
         fingerprint="bd73f4e1a91a9046",
-        feature="names",
+        feature="graft",
     ),
-    # ---- GRAFT ---------------------------------------------------------------------------------------
     Patch(
         target="sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker",
         how="replace",

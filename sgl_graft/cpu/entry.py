@@ -47,4 +47,7 @@ def activate() -> str | None:
             sys.exit(f"sgl_graft's CPU platform refuses to start: {error}")
         logger.warning("sgl_graft's CPU platform stays out of this server: %s", error)
         return None
+    # Compiling the engine's few small functions needs Python's headers, which a plain Debian lacks, and takes
+    # longer than they ever run here. Children inherit it; torch reads it where a function is decorated.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return PLATFORM
