@@ -231,3 +231,19 @@ def simulate_draft(
     for name, mean in means.items():
         typer.echo(f"{name:12s} {mean:.3f}")
     typer.echo(f"{'mean':12s} {sum(means.values()) / len(means):.3f}")
+
+
+@app.command("pack")
+def pack_dialogues(
+    data: Annotated[list[Path], typer.Option(help="Dialogue files or folders of shards.")],
+    output: Annotated[Path, typer.Option(help="One file with all of them.")],
+) -> None:
+    """Join shards into one compressed file, in a fixed order."""
+    from sgl_graft.draft_training import dialogues
+
+    found = sorted(dialogues.load_all(data), key=lambda d: (d.source.startswith("summary"), d.index))
+    first = next(f for p in data for f in ([p] if p.is_file() else sorted(p.glob(f"*{dialogues.SUFFIX}"))))
+    header = {k: v for k, v in dialogues.load(first).header.items() if k not in ("format", "sources", "mix")}
+    dialogues.save(output, found, header)
+    tokens = sum(d.num_answer_tokens for d in found)
+    typer.echo(f"{len(found):,} dialogues, {tokens:,} answer tokens, {output.stat().st_size / 1e6:.2f} MB")

@@ -101,4 +101,4 @@ def load_all(paths: Iterable[Path]) -> list[Dialogue]:
 
 def shipped(target: str) -> Path:
     """The dialogues that ship with the package for a named target (the file may not exist)."""
-    return Path(str(resources.files("sgl_graft"))) / "draft_training" / "data" / f"{target}{SUFFIX}"
+    return Path(str(resources.files("sgl_graft"))) / "drafts" / "dialogues" / f"{target}{SUFFIX}"
