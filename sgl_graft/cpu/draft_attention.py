@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .attention import GraftCpuAttnBackend
+from .attention_plan import uniform_plan
 
 BACKEND = "graft_cpu"
 
@@ -29,10 +30,14 @@ class DraftStepBackend(GraftCpuAttnBackend):
             self.plan = None
             return
         topk, width = self.window.shape
-        batch = forward_batch.batch_size
-        seq_lens = forward_batch.seq_lens.long()
-        window = self.window.expand(batch, topk, width)
-        self.plan = self._window_plan(forward_batch, seq_lens, int(seq_lens.max()) + width, window)
+        self.plan = uniform_plan(
+            self._table,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            topk,
+            window=width,
+            mask=self.window.unsqueeze(0),
+        )
 
 
 class MultiStepDraftBackend:
@@ -63,9 +68,9 @@ def create_decode_backend(factory: Any) -> MultiStepDraftBackend | None:
     backend = MultiStepDraftBackend(factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
     for child in backend.attn_backends:
         _stamp(child)
-    return _stamp(backend)  # type: ignore[no-any-return]
+    return _stamp(backend)
 
 
 def create_draft_extend_backend(factory: Any) -> GraftCpuAttnBackend:
     """Stands for ``DraftBackendFactory.create_draft_extend_backend``."""
-    return _stamp(GraftCpuAttnBackend(factory.draft_model_runner))  # type: ignore[no-any-return]
+    return _stamp(GraftCpuAttnBackend(factory.draft_model_runner))

@@ -50,6 +50,9 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.sampling_backend = SAMPLING_BACKEND
         # The scheduler polls without pause otherwise, on a core that the other processes need.
         server_args.sleep_on_idle = True
+        # A CPU computes where it is called: nothing overlaps, each answer costs a step more to end, and
+        # upstream's penalties come one token late.
+        server_args.disable_overlap_schedule = True
         apply(patches_of("cpu_front"))
 
     def get_default_attention_backend(self) -> str:
@@ -84,6 +87,16 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         _register_factories()
         apply(patches_of("cpu", stage="load"))
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Put our kernels behind the model's layers; another attention backend leaves them stock."""
+        from sglang.srt.runtime_context import attention_backends
+
+        from . import fused_layers
+
+        if ATTENTION_BACKEND in attention_backends():
+            fused_layers.register(self.get_dispatch_key_name())
+            fused_layers.install(model)
 
     def get_device(self, device_id: int = 0) -> torch.device:
         return torch.device("cpu")
