@@ -10,11 +10,14 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def calibrate(
-    prompts: Annotated[list[Path], typer.Option(help="JSONL of training prompts (`turns` or `prompt`).")],
     output: Annotated[Path, typer.Option(help="Where to write the calibration; put it beside the draft.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSONL of training prompts (default: those of the shipped dialogues)."),
+    ] = None,
     target: Annotated[Path | None, typer.Option(help="Model folder (default: the embedded model).")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft folder (default: the one that ships).")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts per file.")] = 100,
+    num_prompts: Annotated[int, typer.Option(help="Prompts in all, or per file.")] = 100,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
@@ -29,11 +32,11 @@ def calibrate(
     from .serve import TreeSettings, embedded_draft, embedded_target
 
     with Progress() as progress:
-        task = progress.add_task("calibrating", total=num_prompts * len(prompts))
+        task = progress.add_task("calibrating", total=num_prompts * max(len(prompts or ()), 1))
         fitted = run(
             target=target or embedded_target(),
             draft=draft or embedded_draft("GRAFT"),
-            prompts=prompts,
+            prompts=prompts or (),
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
             concurrency=concurrency,
