@@ -11,7 +11,7 @@ from .server import Reference, Server
 def test_greedy_alone(speculative: Server, reference: Reference) -> None:
     answers = [check(speculative, reference, request(prompt, tokens=64)) for prompt in PROMPTS[:3]]
     # Without accepted drafts this module would compare plain decoding with itself.
-    assert accept_length(answers) > 1.5
+    assert accept_length(answers) > 1.3
 
 
 def test_greedy_together(speculative: Server, reference: Reference) -> None:

@@ -14,6 +14,7 @@ from .payloads import FILTERS, PROMPTS, check, check_all, outcome, request, seed
 from .server import Reference, Server
 
 LOGPROB_TOLERANCE = 1e-4
+MOST_RESERVED = 20  # by any variant: the larger of its slots and topk * steps
 GRAMMARS = {
     "json_schema": json.dumps(
         {
@@ -74,12 +75,18 @@ def test_end_of_sequence(speculative: Server, reference: Reference) -> None:
 
 
 def test_the_last_positions_of_the_context(speculative: Server, reference: Reference) -> None:
+    """SGLang keeps one tree's slots of the context free, so that no draft lies beyond the last position."""
     text = "".join(PROMPTS) * 40
-    payloads = [request(text[: markov.POSITIONS - room], tokens=room - 1) for room in (2, 3, 5, 7, 9)]
-    answers = check_all(speculative, reference, payloads, concurrency=2)
-    for answer, payload in zip(answers, payloads, strict=True):
-        tokens = payload["sampling_params"]["max_new_tokens"]
-        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": tokens}
+    lengths = range(markov.POSITIONS - 48, markov.POSITIONS - 40, 2)
+    usable = markov.POSITIONS - MOST_RESERVED - 1
+    payloads = [request(text[:length], tokens=usable - length, ignore_eos=True) for length in lengths]
+    check_all(speculative, reference, payloads, concurrency=1)
+    to_the_end = request(text[: lengths[0]], ignore_eos=True)
+    del to_the_end["sampling_params"]["max_new_tokens"]
+    answer, expected = speculative.generate(to_the_end), reference(to_the_end)
+    written = answer["meta_info"]["completion_tokens"]
+    assert usable - 1 <= lengths[0] + written <= markov.POSITIONS
+    assert answer["output_ids"] == expected["output_ids"][:written]
 
 
 # ---- log-probabilities ----------------------------------------------------------------------------------
@@ -122,13 +129,13 @@ PENALTIES: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.0},
     "repetition": {"repetition_penalty": 1.3},
     "negative": {"frequency_penalty": -0.5, "presence_penalty": 0.5},
-    "min_new_tokens": {"min_new_tokens": 20, "logit_bias": {str(markov.EOS): 12.0}},
+    "min_new_tokens": {"min_new_tokens": 20, "logit_bias": {str(markov.EOS): 30.0}},
     "all": {
         "frequency_penalty": 0.5,
         "presence_penalty": 0.3,
         "repetition_penalty": 1.1,
         "min_new_tokens": 8,
-        "logit_bias": {str(markov.EOS): 9.0},
+        "logit_bias": {str(markov.EOS): 20.0},
     },
 }
 
@@ -161,7 +168,8 @@ def test_logit_bias(speculative: Server, reference: Reference) -> None:
 
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_grammars(speculative: Server, reference: Reference, kind: str) -> None:
-    constrained = {kind: GRAMMARS[kind]}
+    # Without the bias the tiny target would rather write white space than JSON.
+    constrained = {kind: GRAMMARS[kind], "logit_bias": {"10": -30.0, "32": -15.0}}
     payloads = [request(tokens=100, **constrained)]
     payloads += [seeded(seed=seed, tokens=100, **constrained) for seed in range(3)]
     payloads += [request(prompt) for prompt in PROMPTS[:3]]
@@ -264,7 +272,7 @@ def test_cached_prefixes(speculative: Server, reference: Reference) -> None:
     prefix = "Cached prefix. " + "".join(PROMPTS)
     first = check(speculative, reference, request(prefix, tokens=24))
     again = check(speculative, reference, request(prefix, tokens=24))
-    assert again["meta_info"]["cached_tokens"] == len(prefix) - 1
+    assert again["meta_info"]["cached_tokens"] >= len(prefix) - 2
     # The answer itself is cached too: its KV must be that of the accepted path.
     longer = request(prefix + first["text"] + " and", tokens=24)
     continued = check(speculative, reference, longer)
