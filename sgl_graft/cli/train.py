@@ -175,7 +175,8 @@ def _train(job: Any) -> None:
     torch.set_num_threads(1)
     trainer = eagle3_job.make_trainer(job)
     console = Console()
-    command = "sgl-graft " + " ".join(shlex.quote(word) for word in sys.argv[1:])
+    words = sys.argv[sys.argv.index("eagle3") :] if "eagle3" in sys.argv else ["eagle3"]
+    command = "sgl-graft train " + " ".join(shlex.quote(word) for word in words)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=job.train.steps, completed=trainer.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -92,6 +93,7 @@ def make_trainer(job: Eagle3Job) -> Trainer:
     kept.write_text(json.dumps(draft_vocab.draft_to_target.tolist()))
     recipe = Eagle3Recipe(module, target.get_input_embeddings().weight, draft_vocab, job.eagle3)
     del target
+    gc.collect()  # half a gigabyte that training does not need
     feed = Feed(
         job.run / "features", batch_targets=job.batch_targets, max_len=job.max_len, seed=job.train.seed
     )

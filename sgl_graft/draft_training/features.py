@@ -1,4 +1,4 @@
-"""Target features: what a draft sees and what it must predict, computed once and read by mmap.
+"""Target features: what a draft sees and what it must predict, computed once and kept.
 
 A feature shard holds, for the dialogues of one dialogue shard laid end to end, the captured hidden states of
 every token and the target's top probabilities where an answer token follows.
@@ -116,16 +116,21 @@ def compute(
 
 
 class FeatureShard:
-    """Memory-mapped access to one shard's samples."""
+    """One shard's samples, held in memory (3.5 KB per token of the embedded target).
+
+    Not mapped from the file: on a machine short of memory the pages of a mapping go first, and training then
+    waits for the disk at every batch.
+    """
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
-        self.file = safe_open(path, framework="pt")
-        metadata = self.file.metadata()
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            self.tensors: dict[str, Tensor] = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         self.sources: list[str] = metadata["sources"].split("\n")
         self.layers = tuple(int(layer) for layer in metadata["layers"].split(","))
-        self.ends: list[int] = self.file.get_tensor("ends").tolist()
-        self.row_ends: list[int] = self.file.get_tensor("row_ends").tolist()
+        self.ends: list[int] = self.tensors["ends"].tolist()
+        self.row_ends: list[int] = self.tensors["row_ends"].tolist()
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -139,13 +144,13 @@ class FeatureShard:
         first, last = (self.row_ends[i - 1] if i else 0), self.row_ends[i]
         if max_len is not None:
             end = min(end, start + max_len)
-        rows = self.file.get_slice("rows")[first:last].long()
+        rows = self.tensors["rows"][first:last].long()
         last = first + int((rows < end - start).sum())
         return Sample(
-            ids=self.file.get_slice("ids")[start:end].long(),
-            features=self.file.get_slice("features")[start:end],
+            ids=self.tensors["ids"][start:end].long(),
+            features=self.tensors["features"][start:end],
             rows=rows[: last - first],
-            top_ids=self.file.get_slice("top_ids")[first:last].long(),
-            top_probs=self.file.get_slice("top_probs")[first:last].float(),
+            top_ids=self.tensors["top_ids"][first:last].long(),
+            top_probs=self.tensors["top_probs"][first:last].float(),
             source=self.sources[i],
         )
