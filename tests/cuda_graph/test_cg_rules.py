@@ -245,3 +245,39 @@ def test_chain_refuses_impossible_plans() -> None:
     deep = paper_stage_plan(40, 5, 40, rank_prior=(0.9,))
     with pytest.raises(ValueError, match="beyond the limit 31"):
         GraftChain.create(deep, 4, 5)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+@pytest.mark.parametrize("backfill", [True, False])
+def test_nothing_retrieved_and_everything_pruned(slots: int, backfill: bool) -> None:
+    """An empty table and a gate that fails at once: back-filling rebuilds the draft tree, else the root
+    stands alone.
+    """
+    pool = draft_pool(*random_draft(1, 2, 4, 5, VOCAB))
+    plan = paper_stage_plan(slots, 5, 8)
+    chain = GraftChain.create(plan if backfill else plan.prune_only(), 4, 5)
+    nothing = torch.full((2, plan.envelope.num_nodes), -1)
+    retrieved = Retrieved(nothing, torch.zeros(nothing.shape))
+    roots, stage = torch.tensor([7, 8]), torch.zeros(2, dtype=torch.long)
+    tree = chain.graft_staged(pool, retrieved, roots, stage)
+    live = slots if backfill else 1 + plan.num_draft[0]
+    assert [len(live_paths(tree, row)) for row in range(2)] == [live] * 2
+    path = walk_accepted(tree.tokens, tree.parents, torch.full((2, slots), VOCAB + 1), chain.max_path)
+    assert path.num_correct_drafts.tolist() == [0, 0] and path.bonus_tokens.tolist() == [VOCAB + 1] * 2
+
+
+def test_a_draft_without_any_probability_still_fills_the_tree() -> None:
+    """NaN or zero scores: nodes of no worth are taken last, but no slot is wasted and no tree is broken."""
+    pool = draft_pool(*random_draft(1, 2, 3, 3, VOCAB))
+    scores = torch.stack([torch.full_like(pool.scores[0], math.nan), torch.zeros_like(pool.scores[0])])
+    chain = GraftChain.create(paper_stage_plan(9, 3, 4), 3, 3)
+    envelope = chain.stages.plan.envelope
+    tokens = torch.arange(20, 20 + envelope.num_nodes).expand(2, -1)
+    retrieved = Retrieved(tokens, torch.full(tokens.shape, 0.5))
+    roots = torch.tensor([7, 8])
+    tree = chain.graft_value(
+        DraftPool(pool.tokens, pool.parents, scores), retrieved, roots, ValueMaps.identity(4)
+    )
+    for row in range(2):
+        assert len(live_paths(tree, row)) == 9
+        assert tree.sources[row].tolist().count(FROM_TABLE) == min(8, envelope.num_nodes)
