@@ -5,6 +5,26 @@ source it was written against. :func:`check` compares fingerprints; :func:`apply
 Nothing else in the project hooks SGLang.
 """
 
-from .contract import ContractError, Patch, apply, check, fingerprint, hook_exists, require, table_for
+from .contract import (
+    ContractError,
+    Patch,
+    apply,
+    check,
+    fingerprint,
+    hook_exists,
+    register,
+    require,
+    table_for,
+)
 
-__all__ = ["ContractError", "Patch", "apply", "check", "fingerprint", "hook_exists", "require", "table_for"]
+__all__ = [
+    "ContractError",
+    "Patch",
+    "apply",
+    "check",
+    "fingerprint",
+    "hook_exists",
+    "register",
+    "require",
+    "table_for",
+]

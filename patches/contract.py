@@ -184,20 +184,43 @@ def load_hook(patch: Patch) -> Callable[..., Any]:
     return hook
 
 
-def apply(patches: Iterable[Patch]) -> None:
-    """Check fingerprints, then install the patches through SGLang's own hook registry.
+def register(patches: Iterable[Patch]) -> list[Patch]:
+    """Check fingerprints and hand the hooks to SGLang's registry, which places them when it is told to.
+
+    Returns:
+        The patches that were not registered before.
 
     Raises:
-        ContractError: an upstream function differs, or SGLang's registry could not place a hook
-            (it only logs such failures, and would go on without it).
+        ContractError: an upstream function differs, or another plugin's hooks are in place already, in which
+            case the registry would silently drop ours.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    pending = [patch for patch in patches if patch.target not in HookRegistry._patched]
+    ours = HookSource(plugin_name="sgl_graft", dist_name="sgl-graft")
+    registered = {target for target, hooks in HookRegistry._hooks.items() if any(h[2] == ours for h in hooks)}
+    pending = [patch for patch in patches if patch.target not in registered]
     require(pending)
-    source = HookSource(plugin_name="sgl_graft", dist_name="sgl-graft")
+    taken = [patch.target for patch in pending if patch.target in HookRegistry._patched]
+    if taken:
+        raise ContractError(
+            f"another SGLang plugin already hooks {', '.join(taken)}; leave it out with "
+            "SGLANG_PLUGINS=sgl_graft,sgl_graft_cpu."
+        )
     for patch in pending:
-        HookRegistry.register(patch.target, load_hook(patch), HookType(patch.how), source=source)
+        HookRegistry.register(patch.target, load_hook(patch), HookType(patch.how), source=ours)
+    return pending
+
+
+def apply(patches: Iterable[Patch]) -> None:
+    """Register patches and put them in place now.
+
+    Raises:
+        ContractError: as :func:`register`, or SGLang's registry could not place a hook (it only logs such
+            failures, and would go on without it).
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    pending = register(patches)
     HookRegistry.apply_hooks()
     missed = [patch.target for patch in pending if patch.target not in HookRegistry._patched]
     if missed:

@@ -11,7 +11,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from .patches import ContractError, Patch, apply, require, table_for
+from .patches import ContractError, Patch, register, require, table_for
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ def load() -> None:
     """Check the contract and install what every SGLang process needs.
 
     When something of ours is asked for, the whole of it is checked here, also what is only installed in a
-    process that starts later: a server is refused before it answers anything.
+    process that starts later: a server is refused before it answers anything. SGLang places the hooks when
+    all plugins have spoken; placing them here would lock out other plugins that hook the same function.
     """
     if disabled():
         return
@@ -57,7 +58,7 @@ def load() -> None:
     features = ("names", "graft") if asked else ("names",)
     try:
         require(patches_of(*features))
-        apply(patches_of(*features, stage="load"))
+        register(patches_of(*features, stage="load"))
     except ContractError as error:
         if asked:
             sys.exit(f"sgl_graft refuses to start: {error}")

@@ -39,7 +39,9 @@ def resolve(argv: list[str]) -> dict[str, Any]:
             answer |= {"code": 1 if is_text else stop.code, "message": stop.code if is_text else ""}
         except Exception as error:
             answer |= {"code": 1, "message": str(error), "traceback": traceback.format_exc()}
-    answer["patched"] = sorted(HookRegistry._patched)
+    hooks = HookRegistry._hooks.items()
+    ours = [name for name, found in hooks if any(source.dist_name == "sgl-graft" for _, _, source in found)]
+    answer["patched"] = sorted(set(ours) & HookRegistry._patched)
     answer["platform"] = type(current_platform).__module__
     answer["stderr"] = errors.getvalue()
     return answer

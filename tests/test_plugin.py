@@ -25,7 +25,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def applied(monkeypatch: pytest.MonkeyPatch) -> Applied:
     """Records instead of hooking SGLang in the process that runs the tests."""
     calls: Applied = []
-    monkeypatch.setattr(plugin, "apply", lambda patches: calls.append(list(patches)))
+    monkeypatch.setattr(plugin, "register", lambda patches: calls.append(list(patches)))
     return calls
 
 
@@ -120,7 +120,7 @@ def test_a_changed_function_warns_when_not_asked_for(
     def refuse(patches: list[Patch]) -> None:
         raise ContractError("ServerArgs.add_cli_args has changed")
 
-    monkeypatch.setattr(plugin, "apply", refuse)
+    monkeypatch.setattr(plugin, "register", refuse)
     with caplog.at_level(logging.WARNING):
         plugin.load()
     assert "add_cli_args has changed" in caplog.text
