@@ -26,7 +26,8 @@ from sgl_graft.draft_training.feed import Feed
 class Recipe(Protocol):
     """What one kind of draft adds to the loop."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module: ...
 
     def loss(self, samples: Sequence[Sample], denominator: int, random: torch.Generator) -> Tensor:
         """Scalar loss of a part of a batch; the parts' losses add up to the batch's. `denominator` is the

@@ -64,4 +64,4 @@ def soft_head_loss(
     hidden: Tensor, weight: Tensor, ids: Tensor, probs: Tensor, row_weight: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Differentiable in `hidden` and `weight`; see `SoftHeadLoss.forward`."""
-    return SoftHeadLoss.apply(hidden, weight, ids, probs, row_weight, dtype)  # type: ignore[no-untyped-call]
+    return SoftHeadLoss.apply(hidden, weight, ids, probs, row_weight, dtype)

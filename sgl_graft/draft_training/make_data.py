@@ -35,7 +35,7 @@ class DataJob:
     worker: int = 0
     workers: int = 1
     dtype: str = "bfloat16"
-    shard_dialogues: int = 64
+    shard_dialogues: int = 32
 
 
 def run(job: DataJob, report: Callable[[int, float], None] | None = None) -> int:
@@ -46,7 +46,7 @@ def run(job: DataJob, report: Callable[[int, float], None] | None = None) -> int
     tokenizer = AutoTokenizer.from_pretrained(job.target)
     source = make_source(job, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(job.target, dtype=getattr(torch, job.dtype))
-    longest = 640 if job.mix == "short" else 1344
+    longest = 640 if job.mix == "short" else 1024
     name = f"{job.mix}-{job.worker}of{job.workers}"
     done = [d for f in sorted(job.output.glob(f"{name}-*{SUFFIX}")) for d in dialogues.load(f).dialogues]
     shards = len(list(job.output.glob(f"{name}-*{SUFFIX}")))
@@ -105,5 +105,5 @@ def make_source(job: DataJob, tokenizer: object) -> ScriptSource:
         seed=job.seed,
         math_prompts=prompts,
         articles=articles,
-        max_prompt_len=180 if job.mix == "short" else 1000,
+        max_prompt_len=180 if job.mix == "short" else 800,
     )

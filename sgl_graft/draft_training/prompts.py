@@ -145,7 +145,7 @@ class ScriptSource:
         opened = self._encode(self._opened(kind, rng))
         start = Text((*self.pieces.opening, *opened))
         user = Generate(24 if kind == "question" else _USER_LIMIT, 1.0, answer=False)
-        segments = (start, user, Text(self.pieces.to_answer), answer)
+        segments: tuple[Text | Generate, ...] = (start, user, Text(self.pieces.to_answer), answer)
         if kind == "two-turn":
             again = Generate(40, 1.0, answer=False)
             answer = Generate(min(answer.limit, 160), answer.temperature, answer=True)
