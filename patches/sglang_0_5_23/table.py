@@ -86,6 +86,14 @@ PATCHES: tuple[Patch, ...] = (
         feature="cpu",
     ),
     Patch(
+        target="sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        how="after",
+        hook="cpu.kv_pool:room_for_drafts",
+        why="a decode reserves more slots than upstream's rows have columns at the end of the context",
+        fingerprint="3ec5827c11b9ba54",
+        feature="cpu",
+    ),
+    Patch(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         how="before",
         hook="cpu.seeds:give_every_sample_its_own_seed",

@@ -16,3 +16,17 @@ class CpuKVPool(MHATokenToKVPool):
         """Move rows ``src_loc`` [rows] of every layer to ``tgt_loc``; sources are read before any write."""
         for buffer in (*self.k_buffer, *self.v_buffer):
             buffer.index_copy_(0, tgt_loc, buffer.index_select(0, src_loc))
+
+
+def room_for_drafts(extra: int) -> int:
+    """Columns of the request-to-slot map beyond the context length.
+
+    Runs after ``get_req_to_token_extra_context_len``, which leaves room for one round's slots where a decode
+    reserves two rounds'. On a GPU the excess lands in the next request's row.
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    if get_spec().speculative_algorithm is None:
+        return extra
+    return max(extra, get_alloc_reserve_per_decode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import markov
 from .server import Answer, Payload, Reference, Server
 
 PROMPTS = (
@@ -31,6 +32,11 @@ def request(text: str = PROMPTS[0], tokens: int = 40, **sampling: Any) -> Payloa
 
 def seeded(text: str = PROMPTS[0], seed: int = 1, tokens: int = 40, **sampling: Any) -> Payload:
     return request(text, tokens, **{"temperature": 1.0, "sampling_seed": seed, **sampling})
+
+
+def endless(text: str = PROMPTS[0], tokens: int = 1500) -> Payload:
+    """A long greedy request. Not by ``ignore_eos``: SGLang reserves the whole length of such a request."""
+    return request(text, tokens, logit_bias={str(markov.EOS): -100.0})
 
 
 def outcome(answer: Answer) -> tuple[list[int], str, Any]:

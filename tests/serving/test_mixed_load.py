@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .mixed_load import check_load, jobs
-from .payloads import assert_same, check, request
+from .payloads import assert_same, check, endless, request
 from .server import Reference, Server
 
 RETRACTED = "KV cache pool is full. Retract requests."
@@ -18,7 +18,7 @@ def retractions(server: Server) -> int:
 
 def test_retraction(speculative: Server, reference: Reference) -> None:
     before = retractions(speculative)
-    payloads = [request(f"{i}: the object", tokens=640, ignore_eos=True) for i in range(8)]
+    payloads = [endless(f"{i}: the object", tokens=640) for i in range(8)]
     answers = speculative.generate_all(payloads, 8)
     assert retractions(speculative) > before
     assert_same(answers, reference.together(payloads))

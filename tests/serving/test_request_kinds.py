@@ -10,7 +10,7 @@ import pytest
 
 from . import markov
 from .mixed_load import wait_until_empty
-from .payloads import FILTERS, PROMPTS, check, check_all, outcome, request, seeded
+from .payloads import FILTERS, PROMPTS, check, check_all, endless, outcome, request, seeded
 from .server import Reference, Server
 
 LOGPROB_TOLERANCE = 1e-4
@@ -238,7 +238,7 @@ def test_streaming(speculative: Server, reference: Reference) -> None:
 
 
 def test_a_dropped_connection_frees_its_request(speculative: Server, reference: Reference) -> None:
-    streams = [speculative.stream(request(prompt, tokens=1500, ignore_eos=True)) for prompt in PROMPTS[:3]]
+    streams = [speculative.stream(endless(prompt)) for prompt in PROMPTS[:3]]
     for stream in streams:
         next(stream)
         next(stream)
@@ -250,7 +250,7 @@ def test_a_dropped_connection_frees_its_request(speculative: Server, reference: 
 
 
 def test_abort_by_id(speculative: Server, reference: Reference) -> None:
-    stream = speculative.stream(request(tokens=1500, ignore_eos=True) | {"rid": "to be aborted"})
+    stream = speculative.stream(endless() | {"rid": "to be aborted"})
     first = next(stream)
     assert speculative.client.post("/abort_request", json={"rid": "to be aborted"}).status_code == 200
     *_, last = stream
