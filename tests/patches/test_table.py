@@ -3,10 +3,21 @@
 import ast
 import inspect
 import shutil
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from sgl_graft.patches import ContractError, Patch, apply, check, contract, fingerprint, require, table_for
+from sgl_graft.patches import (
+    ContractError,
+    Patch,
+    apply,
+    check,
+    contract,
+    fingerprint,
+    register,
+    require,
+    table_for,
+)
 
 TABLE = table_for("0.5.23")
 IDS = [patch.target.removeprefix("sglang.") for patch in TABLE]
@@ -118,3 +129,24 @@ def test_the_hook_takes_what_upstream_passes(patch: Patch) -> None:
     if patch.how == "replace":
         required = len(positional) - len(arguments.defaults)
         signature.bind(*positional[:required], **dict.fromkeys(positional[required:]))
+
+
+def test_a_function_that_another_plugin_hooked_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's registry skips what it has patched already, without a word."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", {TABLE[0].target})
+    with pytest.raises(ContractError, match=r"another SGLang plugin already hooks .*SGLANG_PLUGINS"):
+        register(TABLE[:1])
+    assert not HookRegistry._hooks[TABLE[0].target]
+
+
+def test_registering_twice_hooks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    assert register(TABLE[:2]) == list(TABLE[:2])
+    assert register(TABLE[:2]) == []
+    assert len(HookRegistry._hooks[TABLE[0].target]) == 1
