@@ -136,7 +136,7 @@ def fill_bonus_tokens(
 
 
 def selected_parents(
-    parent_list: torch.Tensor,  # [batch, 1 + (steps - 1) * topk] pool index of each expanded node, -1 the root
+    parent_list: torch.Tensor,  # [batch, expanded] pool index of each expanded node, -1 the root
     selected_index: torch.Tensor,  # [batch, slots - 1] pool index of each selected node, ascending
     topk: int,
 ) -> torch.Tensor:  # [batch, slots] slot of each slot's parent, -1 for the root and for a lost parent
