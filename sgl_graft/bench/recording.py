@@ -8,7 +8,7 @@ rejected nodes that only the table proposed are unknown in a replay; `ablation` 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,10 +93,18 @@ class Recording:
         return cls(Shape(**about["shape"]), about["vocab_size"], names, answers)
 
 
+@dataclass(frozen=True)
+class GreedyAnswer:
+    dataset: str
+    index: int  # row in the prompt file
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
 def greedy_answers(
-    records: Iterable[CellRecord], variant: str, prompts: dict[str, Sequence[Prompt]]
-) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
-    """(data set, index, prompt ids, answer ids) of the variant's greedy answers, each once."""
+    records: Iterable[CellRecord], variant: str, prompts: Mapping[str, Sequence[Prompt]]
+) -> list[GreedyAnswer]:
+    """The variant's greedy answers to these prompts, each once."""
     found: dict[tuple[str, int], tuple[int, ...]] = {}
     for record in records:
         cell = record.cell
@@ -104,7 +112,7 @@ def greedy_answers(
             for request in record.requests:
                 found.setdefault((cell.dataset, request.index), request.output_ids)
     answers = [
-        (name, prompt.index, prompt.input_ids, found[name, prompt.index])
+        GreedyAnswer(name, prompt.index, prompt.input_ids, found[name, prompt.index])
         for name, dataset in prompts.items()
         for prompt in dataset
         if (name, prompt.index) in found
@@ -282,14 +290,9 @@ def _pools_at(
     return draft_pool(score_list, token_list, parents_list)
 
 
-def record_all(
-    recorder: Recorder,
-    answers: Sequence[tuple[str, int, tuple[int, ...], tuple[int, ...]]],
-    on_done: Callable[[], Any] = lambda: None,
-) -> Recording:
-    recorded = []
-    for _, _, prompt, tokens in answers:
-        recorded.append(recorder.record(prompt, tokens))
-        on_done()
-    names = tuple((dataset, index) for dataset, index, _, _ in answers)
-    return Recording(recorder.shape, recorder.vocab_size, names, tuple(recorded))
+def record_all(recorder: Recorder, answers: Iterable[GreedyAnswer]) -> Recording:
+    names, recorded = [], []
+    for answer in answers:
+        recorded.append(recorder.record(answer.prompt, answer.tokens))
+        names.append((answer.dataset, answer.index))
+    return Recording(recorder.shape, recorder.vocab_size, tuple(names), tuple(recorded))

@@ -94,21 +94,18 @@ class Bench:
         self._prompts = {dataset.name: dataset.prompts for dataset in options.datasets}
 
     def run(self) -> dict[str, Any]:
-        with self._progress() as progress, self._pool(progress.console.print) as pool:
+        with self._progress() as progress, self._pool() as pool:
             cells = self._cells(together=True)
             pending = [cell for cell in cells if self._known(cell) is None]
             stale = self.journal.num_stale((cell, self._digest(cell)) for cell in cells)
             if len(pending) < len(cells):
-                progress.console.print(
-                    f"{len(cells) - len(pending)} of {len(cells)} cells are in {self.journal.path}"
-                )
+                self._say(f"{len(cells) - len(pending)} of {len(cells)} cells are in {self.journal.path}")
             if stale:
-                progress.console.print(
-                    f"{stale} cells there belong to other settings or other code: measured again"
-                )
+                self._say(f"{stale} cells there belong to other settings or other code: measured again")
             waiting = list(dict.fromkeys(cell.variant for cell in pending))
             if not pool.holds_all(waiting):
-                pending = [cell for cell in self._cells(together=False) if cell in set(pending)]
+                unmeasured = set(pending)
+                pending = [cell for cell in self._cells(together=False) if cell in unmeasured]
             try:
                 self._measure_all(pending, pool, progress)
             except BaseException:
@@ -178,7 +175,10 @@ class Bench:
         folders = [Path(arg) for arg in args if Path(arg).is_dir()]
         return {"args": args, "folders": [folder_fingerprint(folder) for folder in folders]}
 
-    def _pool(self, say: Callable[[str], None]) -> ServerPool:
+    def _say(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _pool(self) -> ServerPool:
         options = self.options
         resident = options.max_resident
         if resident is None and (options.device or "cuda") != "cpu" and has_cuda():
@@ -191,7 +191,7 @@ class Bench:
             max_resident=resident,
             command=options.server_command,
         )
-        return ServerPool(options.variants, self.server_args, pool_options, say)
+        return ServerPool(options.variants, self.server_args, pool_options, self._say)
 
     def _progress(self) -> Progress:
         return Progress(
@@ -211,9 +211,9 @@ class Bench:
             progress.update(task, description=f"{cell.variant} {cell.dataset} in flight {cell.concurrency}")
             record = self._measure(cell, pool, lambda: progress.advance(task))
             self.journal.add(record)
-            progress.console.print(_cell_line(record))
+            self._say(_cell_line(record))
             if record.use.idle_servers_cpu_s > IDLE_CORES_WARNING * record.wall_s:
-                progress.console.print("  idle servers took CPU time meanwhile: use --resident-servers 1")
+                self._say("  idle servers took CPU time meanwhile: use --resident-servers 1")
 
     def _measure(self, cell: Cell, pool: ServerPool, on_done: Callable[[], Any]) -> CellRecord:
         options = self.options

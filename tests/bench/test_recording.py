@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sgl_graft.bench.recording import Recorder, Recording, Shape, record_all
+from sgl_graft.bench.recording import GreedyAnswer, Recorder, Recording, Shape, record_all
 from sgl_graft.bench.replay import Calibrated, Setting, replay
 from sgl_graft.draft_training.eagle3 import Eagle3Draft, draft_config
 from sgl_graft.draft_training.features import Sample
@@ -23,7 +23,7 @@ LENGTH = 24
 @dataclass(frozen=True)
 class Made:
     recorder: Recorder
-    answers: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]
+    answers: list[GreedyAnswer]
     recording: Recording
 
 
@@ -42,7 +42,10 @@ def made() -> Made:
     model = LlamaForCausalLM(config).eval()
     draft = Eagle3Draft(draft_config(config, draft_vocab_size=40)).eval()
     recorder = Recorder(model, draft, DraftVocab.of(torch.arange(40), VOCAB), SHAPE)
-    answers = [("a" if i == 0 else "b", i, prompt, greedy(model, prompt)) for i, prompt in enumerate(PROMPTS)]
+    answers = [
+        GreedyAnswer("a" if i == 0 else "b", i, prompt, greedy(model, prompt))
+        for i, prompt in enumerate(PROMPTS)
+    ]
     return Made(recorder, answers, record_all(recorder, answers))
 
 
@@ -83,13 +86,13 @@ def test_successors_of_tree_nodes_are_those_of_a_plain_pass(made: Made) -> None:
 @torch.inference_mode()
 def test_stock_trees_accept_what_the_trainers_simulation_accepts(made: Made) -> None:
     rows = replay(Setting("EAGLE3", "eagle", SHAPE.slots), made.recording, Calibrated.none())
-    for (_, index, prompt, tokens), row in zip(made.answers, rows, strict=True):
-        ids = torch.tensor([*prompt, *tokens])
+    for given, row in zip(made.answers, rows, strict=True):
+        ids = torch.tensor([*given.prompt, *given.tokens])
         made.recorder.model.model(input_ids=ids[None])
         sample = Sample(
             ids=ids,
             features=made.recorder.capture.take()[0],
-            rows=torch.arange(len(prompt) - 1, len(ids) - 1),
+            rows=torch.arange(len(given.prompt) - 1, len(ids) - 1),
             top_ids=ids[:0],
             top_probs=ids[:0],
             source="test",
@@ -99,7 +102,7 @@ def test_stock_trees_accept_what_the_trainers_simulation_accepts(made: Made) -> 
         lengths = accept_lengths(
             made.recorder.draft, made.recorder.vocab, made.recorder.embedding, sample, shape
         )
-        assert row.index == index
+        assert row.index == given.index
         assert row.num_tokens == LENGTH - 1
         assert sum(lengths) <= row.num_tokens
         rest = row.num_tokens - sum(lengths)
@@ -116,7 +119,6 @@ def test_a_recording_survives_the_disk(made: Made, tmp_path: Path) -> None:
 
 
 def test_answers_that_are_not_greedy_are_refused(made: Made) -> None:
-    _, _, prompt, tokens = made.answers[0]
-    wrong = tuple((token + 1) % VOCAB for token in tokens)
+    wrong = tuple((token + 1) % VOCAB for token in made.answers[0].tokens)
     with pytest.raises(ValueError, match="journal of a T = 0 run"):
-        made.recorder.record(prompt, wrong)
+        made.recorder.record(made.answers[0].prompt, wrong)
