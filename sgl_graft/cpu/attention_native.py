@@ -19,22 +19,34 @@ def attend(
     causal: bool,
     plan: AttentionPlan,
 ) -> torch.Tensor:  # [tokens, heads * value_dim]
-    kind = (heads, keys.shape, values.shape, scale, causal)
-    problem = plan.scratch.get(kind)
-    if problem is None:
-        problem = plan.scratch[kind] = _problem(q, keys, values, heads, scale, causal, plan)
+    problem = problem_of(plan, keys, values, heads, scale, causal)
     problem.q_stride = q.stride(0)
     return kernels.attention(problem, q, keys, values)
 
 
-def _problem(
-    q: torch.Tensor,
+def problem_of(
+    plan: AttentionPlan,
     keys: torch.Tensor,
     values: torch.Tensor,
     heads: int,
     scale: float,
     causal: bool,
+) -> kernels.AttentionProblem:
+    """The plan as the kernel reads it, made once per forward for every geometry of layers."""
+    kind = (heads, keys.shape, values.shape, scale, causal)
+    problem = plan.scratch.get(kind)
+    if problem is None:
+        problem = plan.scratch[kind] = _problem(plan, keys, values, heads, scale, causal)
+    return problem
+
+
+def _problem(
     plan: AttentionPlan,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    scale: float,
+    causal: bool,
 ) -> kernels.AttentionProblem:
     prefix, window, mask = plan.prefix, plan.window, plan.mask
     if not causal:
@@ -47,7 +59,6 @@ def _problem(
         group=heads // keys.shape[1],
         dim=keys.shape[2],
         value_dim=values.shape[2],
-        q_stride=q.stride(0),
         k_stride=keys.stride(0),
         v_stride=values.stride(0),
         table=plan.table.data_ptr(),

@@ -41,12 +41,51 @@ class AttentionProblem(ctypes.Structure):
     )
 
 
+class StackShape(ctypes.Structure):
+    """``Stack`` in ``native/layers.cpp``: what a run of decoder layers has in common."""
+
+    _fields_ = (
+        ("layers", _INT),
+        ("hidden", _INT),
+        ("qkv_input", _INT),
+        ("heads", _INT),
+        ("kv_heads", _INT),
+        ("dim", _INT),
+        ("intermediate", _INT),
+        ("rotary_dim", _INT),
+        ("cos_sin", _POINTER),
+        ("neox", _INT),
+        ("eps", ctypes.c_float),
+    )
+
+
+class LayerPointers(ctypes.Structure):
+    """``Layer`` in ``native/layers.cpp``."""
+
+    _fields_ = tuple(
+        (name, _POINTER)
+        for name in (
+            "input_norm",
+            "qkv",
+            "qkv_bias",
+            "out_proj",
+            "post_norm",
+            "gate_up",
+            "down",
+            "k_pool",
+            "v_pool",
+            "capture",
+        )
+    )
+
+
 _SIGNATURES: dict[str, list[Any]] = {
     "linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT],
     "rms_norm": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, ctypes.c_float],
     "silu_mul": [_POINTER, _INT, _POINTER, _INT, _INT],
     "rotate": [*[_POINTER, _INT, _INT] * 2, _INT, _INT, _POINTER, _POINTER, _INT, ctypes.c_int32],
     "attention": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER],
+    "layers": [_POINTER] * 7 + [_INT] + [_POINTER] * 3,
 }
 
 
@@ -213,5 +252,34 @@ def attention(
     out = torch.empty((q.shape[0], problem.kv_heads * problem.group * problem.value_dim), dtype=q.dtype)
     _functions()["attention", q.dtype](
         ctypes.addressof(problem), q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr()
+    )
+    return out
+
+
+def decoder_layers(
+    shape: StackShape,
+    layers: ctypes.Array[LayerPointers],
+    problem: AttentionProblem,
+    hidden: torch.Tensor,  # [tokens, hidden]
+    first_input: torch.Tensor | None,  # [tokens, qkv_input]
+    positions: torch.Tensor,  # [tokens] int64
+    slots: torch.Tensor,  # [tokens] int64
+    last_norm: torch.Tensor,  # [hidden]
+    total: torch.Tensor | None,  # [tokens, hidden], takes the sum before the last norm
+) -> torch.Tensor:  # [tokens, hidden]
+    """A run of Llama-like decoder layers and the norm behind them."""
+    out = torch.empty_like(hidden)
+    _functions()["layers", hidden.dtype](
+        ctypes.addressof(shape),
+        ctypes.addressof(layers),
+        ctypes.addressof(problem),
+        hidden.data_ptr(),
+        None if first_input is None else first_input.data_ptr(),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        hidden.shape[0],
+        last_norm.data_ptr(),
+        None if total is None else total.data_ptr(),
+        out.data_ptr(),
     )
     return out

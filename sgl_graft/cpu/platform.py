@@ -92,11 +92,12 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Put our kernels behind the model's layers; another attention backend leaves them stock."""
         from sglang.srt.runtime_context import attention_backends
 
-        from . import fused_layers
+        from . import fused_layers, layer_stack
 
         if ATTENTION_BACKEND in attention_backends():
             fused_layers.register(self.get_dispatch_key_name())
             fused_layers.install(model)
+            layer_stack.install(model)
 
     def get_device(self, device_id: int = 0) -> torch.device:
         return torch.device("cpu")

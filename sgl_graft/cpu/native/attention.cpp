@@ -6,27 +6,13 @@
 #include <algorithm>
 #include <cmath>
 #include <vector>
-#include "simd.h"
+#include "kernels.h"
 
 namespace {
 
 constexpr int64_t KEYS = 64;           // keys per block
 constexpr int64_t VECS = KEYS / LANES; // registers per row of scores
 constexpr int64_t MAX_TASK_ROWS = 48;  // rows (queries x heads of a group) per task
-
-struct Problem {
-    int64_t batch, kv_heads, group, dim, value_dim;
-    int64_t q_stride, k_stride, v_stride; // elements from one token or slot to the next
-    const int32_t *table;                 // [requests, table_stride] slot of every position
-    int64_t table_stride;
-    const int64_t *table_rows;  // [batch]
-    const int64_t *query_start; // [batch + 1]
-    const int64_t *prefix;      // [batch] keys that every query of the request sees
-    const int64_t *window;      // [batch] keys behind the prefix, seen as `mask` says
-    const uint8_t *mask;        // per request [queries, mask_width], or null: query i sees window keys 0..i
-    int64_t mask_stride, mask_width;
-    float scale;
-};
 
 struct Scratch {
     std::vector<float> q, keys, scores, out, top, total;

@@ -1,6 +1,6 @@
 // The small operations between matrix products, one pass over memory each.
 #include <cmath>
-#include "simd.h"
+#include "kernels.h"
 
 namespace {
 

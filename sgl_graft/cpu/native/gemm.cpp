@@ -5,7 +5,7 @@
 // is multiplied, the next is on its way from memory: a few rows cost little more than one.
 #include <algorithm>
 #include <cstdlib>
-#include "simd.h"
+#include "kernels.h"
 
 namespace {
 
