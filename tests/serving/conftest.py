@@ -13,9 +13,9 @@ from sgl_graft import models
 from sgl_graft.bench.server import ServerProcess
 
 from . import markov
-from .kit_table import TINY, KitRun
+from .kit_table import EMBEDDED, TINY, KitRun
 from .server import Reference, Server, Start
-from .variants import PLAIN, SPECULATIVE, Variant
+from .variants import EAGLE_TREE, PLAIN, SPECULATIVE, Variant
 
 READY_TIMEOUT_S = 300.0
 COMMON = ("--device", "cpu", "--dtype", "float32", "--random-seed", "1")
@@ -34,12 +34,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in ours:
         item.add_marker(pytest.mark.server)
         run, variant = _kit_of(item), _variant_of(item)
-        if (variant and variant.soak) or (run and (run.own_server or item.name in run.soak)):
+        if (variant and variant.soak) or (run and _is_long(run, item.name, variant)):
             item.add_marker(pytest.mark.soak)
     # One variant after the other on each target, so that its server is started once.
     ours.sort(key=_server_order)
     others = [item for item in items if item not in ours]
     items[:] = others + ours
+
+
+def _is_long(run: KitRun, test: str, variant: Variant | None) -> bool:
+    # A server of the embedded model per variant would take minutes: `make test` has one.
+    elsewhere = run.target == EMBEDDED and variant is not EAGLE_TREE
+    return elsewhere or run.own_server or test in run.soak
 
 
 def _kit_of(item: pytest.Item) -> KitRun | None:

@@ -76,6 +76,7 @@ KITS = (
     KitRun(
         "spec_server_kits.SpecLogprobKit",
         settings={"logprob_match_delta": (1e-3, "tightened: 0.5 is the rounding of bf16, we run fp32")},
+        soak={"test_logprob_mixed": "64 prompts of up to 2000 tokens"},
     ),
     KitRun("spec_server_kits.SpecPenaltyKit"),
     KitRun(
@@ -138,7 +139,8 @@ FUNCTIONS = (
     (
         "cache_hit_kit.run_multiturn_cache_hit_test",
         "tiny target, `test_kits.py::test_multi_turn_cache_hits`; `dataset_path` set: the default downloads "
-        "ShareGPT; 4 clients, 128 tokens a turn: lengths meant for a GPU",
+        "ShareGPT; 4 clients, 128 tokens a turn: lengths meant for a GPU; `miss_tolerance` 2: SGLang keys "
+        "the cache of an EAGLE server by pairs of tokens, one fewer than tokens",
     ),
 )
 
@@ -151,7 +153,8 @@ def markdown() -> str:
         "them and runs them against every speculative variant of `tests/serving/variants.py`. This page is",
         "made by `python -m tests.serving.kit_table > docs/test-kits.md`, and a test compares the two.",
         "",
-        "Targets: *tiny* is the byte-level model of `tests/serving/markov.py`; *smollm2* the embedded model.",
+        "Targets: *tiny* is the byte-level model of `tests/serving/markov.py`; *smollm2* the embedded model,",
+        "whose kits `make test` runs against the EAGLE tree and `make soak` against the other variants too.",
         "",
         "| kit | test | target | how it runs |",
         "|---|---|---|---|",
