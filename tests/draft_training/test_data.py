@@ -14,6 +14,12 @@ from sgl_graft.draft_training.generate import Generate, Generator, Script, Text
 from sgl_graft.models import tiny
 
 
+@pytest.fixture
+def few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading Python's whole library takes seconds."""
+    monkeypatch.setattr(prompts, "library_functions", lambda: ('def add(a, b):\n    """Sum."""\n',))
+
+
 def test_dialogues_round_trip(tmp_path: Path) -> None:
     written = [
         Dialogue([1, 70_000, 3, 4], [(2, 4)], "self", 7),
@@ -72,6 +78,7 @@ def test_too_long_script_is_refused(target: Path) -> None:
         next(generator.run([Script((Text((1,)), Generate(9, 0.0, True)), "test")]))
 
 
+@pytest.mark.usefixtures("few_functions")
 def test_interrupted_generation_continues(target: Path, tmp_path: Path) -> None:
     job = make_data.DataJob(target, tmp_path, tokens=400, slots=4, shard_dialogues=2, dtype="float32")
     first = make_data.run(job)
@@ -81,11 +88,23 @@ def test_interrupted_generation_continues(target: Path, tmp_path: Path) -> None:
     assert len(indices) == len(set(indices)), "no script is answered twice"
 
 
+@pytest.mark.usefixtures("few_functions")
 def test_scripts_depend_on_seed_and_index_only() -> None:
     source = prompts.ScriptSource(tiny.tokenizer(), prompts.SHORT_MIX, seed=5, math_prompts=["1 + 1?"])
     again = prompts.ScriptSource(tiny.tokenizer(), prompts.SHORT_MIX, seed=5, math_prompts=["1 + 1?"])
     assert [source.script(i) for i in range(50)] == [again.script(i) for i in range(50)]
     assert next(source.scripts(3, 2, frozenset({3}))) == source.script(5)
+
+
+def test_library_functions_are_signature_and_docstring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = 'import os\n\n\ndef kept(a):\n    """Say a."""\n    return a\n\n\ndef bare(b):\n    return b\n'
+    (tmp_path / "module.py").write_text(source)
+    monkeypatch.setattr(prompts.sysconfig, "get_path", lambda name: str(tmp_path))
+    prompts.library_functions.cache_clear()
+    assert prompts.library_functions() == ('def kept(a):\n    """Say a."""\n',)
+    prompts.library_functions.cache_clear()
 
 
 def test_template_pieces_rebuild_the_template() -> None:
