@@ -19,6 +19,7 @@ NameArgument = Annotated[str, typer.Argument(help="A name from `sgl-graft models
 def list_models() -> None:
     """List known models and whether they are on this machine."""
     table = Table("name", "on disk", "licence", "what")
+    table.columns[0].no_wrap = True
     for entry in models.entries():
         present = (models.path(entry.name) / "config.json").is_file()
         table.add_row(entry.name, "yes" if present else "no", entry.license, entry.summary)

@@ -129,6 +129,8 @@ def train_eagle3(
     from sgl_graft.draft_training.loop import TrainSettings
 
     try:
+        if target is not None and not data:
+            raise ValueError("--data is needed with --target: the shipped dialogues are the embedded model's")
         job = eagle3_job.Eagle3Job(
             target=target or models.get("smollm2-135m-instruct"),
             data=tuple(data or [dialogues.shipped("smollm2-135m-instruct")]),
