@@ -114,7 +114,7 @@ class Bench:
             differences = report.find_differences(self._records(), self._reference)
             if self.options.explain and differences:
                 differences = self._explain(differences, pool)
-            return self._write(complete=True, differences=differences)
+        return self._write(complete=True, differences=differences)
 
     @property
     def _reference(self) -> str | None:
