@@ -86,6 +86,10 @@ KITS = (
             "test_radix_attention": "400 prompts of up to thousands of tokens",
             "test_request_abort": "20 answers of 1024 tokens",
         },
+        excluded={
+            "test_constrained_decoding": "sets no length limit, and SmolLM2 never closes its object; "
+            "`SpecGrammarKit` and `JSONConstrainedMixin` run"
+        },
     ),
     KitRun("spec_server_kits.SpecGrammarKit", target=EMBEDDED),
     KitRun("spec_server_kits.SpecHiddenStatesKit", flags=("--enable-return-hidden-states",)),
@@ -99,7 +103,14 @@ KITS = (
     KitRun("spec_server_kits.SpecAccuracyKit", excluded={"test_gsm8k": GSM8K}),
     KitRun("spec_server_kits.SpecPerfKit", excluded={"test_max_token_one": GSM8K}),
     KitRun("basic_api_contract_kit.BasicAPIContractMixin"),
-    KitRun("basic_decode_correctness_kit.BasicDecodeCorrectnessMixin", target=EMBEDDED),
+    KitRun(
+        "basic_decode_correctness_kit.BasicDecodeCorrectnessMixin",
+        target=EMBEDDED,
+        excluded={
+            "test_basic_math": "17 times 23 is too hard for a model of 135M parameters",
+            "test_color_completion": "SmolLM2 does not say yellow, with or without speculation",
+        },
+    ),
     KitRun("matched_stop_kit.MatchedStopMixin", target=EMBEDDED),
     KitRun(
         "json_constrained_kit.JSONConstrainedMixin",
