@@ -57,6 +57,11 @@ def check_shape(config: GraftConfig, shape: GraftShape) -> None:
     plan = paper_stage_plan(
         shape.slots, shape.steps, shape.depth(config.depth), rank_prior=rank_prior(config)
     )
+    if plan.envelope.width > config.table.row_width:
+        raise ValueError(
+            f"graft.table.row_width is {config.table.row_width}; the template for {shape.slots} slots and depth "
+            f"{shape.depth(config.depth)} reads {plan.envelope.width} successors per row: raise it to that"
+        )
     if config.thresholds is not None and len(config.thresholds) != len(plan.checkpoints):
         raise ValueError(
             f"graft.thresholds has {len(config.thresholds)} values; the {len(plan.checkpoints)} gates at "
