@@ -54,14 +54,14 @@ def check_shape(config: GraftConfig, shape: GraftShape) -> None:
             "low-ranked nodes to swap. Use --speculative-eagle-topk 4, or serve the chain with "
             "--speculative-algorithm EAGLE3."
         )
-    plan = paper_stage_plan(
-        shape.slots, shape.steps, shape.depth(config.depth), rank_prior=rank_prior(config)
-    )
-    if plan.envelope.width > config.table.row_width:
+    depth = shape.depth(config.depth)
+    try:
+        plan = paper_stage_plan(shape.slots, shape.steps, depth, rank_prior=rank_prior(config))
+    except ValueError as error:
         raise ValueError(
-            f"graft.table.row_width is {config.table.row_width}; the template for {shape.slots} slots and depth "
-            f"{shape.depth(config.depth)} reads {plan.envelope.width} successors per row: raise it to that"
-        )
+            f"no tree of {shape.slots} slots and depth {depth} can be laid out with graft.table.row_width "
+            f"{config.table.row_width}: {error}; row_width 8 fits every template"
+        ) from error
     if config.thresholds is not None and len(config.thresholds) != len(plan.checkpoints):
         raise ValueError(
             f"graft.thresholds has {len(config.thresholds)} values; the {len(plan.checkpoints)} gates at "

@@ -80,7 +80,7 @@ def test_configurations_out_of_range_are_refused_where_they_are_read(config, nam
 
 def test_the_papers_template_needs_its_row_width(configured):
     configured('{"graft": {"depth": 9, "table": {"row_width": 4}}}')
-    with pytest.raises(ValueError, match="row_width is 4"):
+    with pytest.raises(ValueError, match="row_width 4"):
         check_graft(arguments(speculative_num_draft_tokens=60, speculative_num_steps=8))
 
 
