@@ -111,11 +111,21 @@ KITS = (
             "test_color_completion": "SmolLM2 does not name yellow",
         },
     ),
-    KitRun("matched_stop_kit.MatchedStopMixin", target=EMBEDDED),
+    KitRun(
+        "matched_stop_kit.MatchedStopMixin",
+        target=EMBEDDED,
+        excluded={
+            "test_finish_stop_str": "SmolLM2's answer never reaches the stop; plain decoding fails it, too"
+        },
+    ),
     KitRun(
         "json_constrained_kit.JSONConstrainedMixin",
         target=EMBEDDED,
         soak={"test_mix_json_and_other": "40 answers of 128 tokens"},
+        excluded={
+            "test_json_generate": "SmolLM2 writes digits without end, so 128 tokens close no object; plain "
+            "decoding does the same"
+        },
     ),
     KitRun("regex_constrained_kit.RegexConstrainedMixin", target=EMBEDDED),
     KitRun("ebnf_constrained_kit.EBNFConstrainedMixin", target=EMBEDDED),
@@ -139,6 +149,7 @@ KITS = (
         "basic_scheduler_stress_kit.BasicSchedulerStressMixin",
         target=EMBEDDED,
         soak={"test_long_prompt": "a prompt of 8K tokens"},
+        excluded={"test_concurrent_requests": "SmolLM2 ends these answers at once; plain decoding, too"},
     ),
 )
 
