@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,11 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
 from sgl_graft.cpu import fused_layers, kernels, native_build
 
-pytestmark = pytest.mark.skipif(not kernels.available(torch.float32), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(
+    # Asked of the machine, not of the kernels: kernels that fail to build must fail here.
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="no C++ compiler here",
+)
 
 TYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +11,16 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from sgl_graft.cpu import kernels
 from sgl_graft.cpu.attention import GraftCpuAttnBackend
 from sgl_graft.cpu.layer_stack import LayerStack
 
 from .attention_cases import Case, Pool, Scene
 
-pytestmark = pytest.mark.skipif(not kernels.available(torch.float32), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(
+    # Asked of the machine, not of the kernels: kernels that fail to build must fail here.
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="no C++ compiler here",
+)
 
 HIDDEN, HEADS, KV_HEADS, DIM, INTER, EPS = 48, 6, 2, 16, 40, 1e-5
 
