@@ -4,12 +4,16 @@ SHELL := /bin/bash
 
 PORT ?= 30000
 ALGORITHM ?= GRAFT
+# Folder of the draft; empty: the one that ships for the embedded model (there is none for SPECBLOCK).
+DRAFT ?=
 # Extra arguments: of the server (`make serve ARGS="--context-length 2048"`) or of pytest (`make test ARGS="-k bench"`).
 ARGS ?=
 
 export SGLGRAFT_HOME ?= $(HOME)/.cache/sgl_graft
 export UV_LINK_MODE ?= hardlink
 export UV_PYTHON_DOWNLOADS := never
+# A variable, because `pip download` of older releases does not know the flag.
+export PIP_ROOT_USER_ACTION := ignore
 # Set on some build machines; with it every start of a server would compile SGLang anew.
 unexport PYTHONDONTWRITEBYTECODE
 unexport VIRTUAL_ENV
@@ -38,17 +42,17 @@ help:
 	@echo "make clean      remove what the set-up put into this folder"
 
 serve: setup
-	@exec $(BIN)/sgl-graft serve --algorithm $(ALGORITHM) --port $(PORT) $(if $(ARGS),-- $(ARGS))
+	@exec $(BIN)/sgl-graft serve --algorithm $(ALGORITHM) --port $(PORT) $(if $(DRAFT),--draft $(DRAFT)) $(if $(ARGS),-- $(ARGS))
 
 test: setup
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 soak: setup
 	@$(BIN)/python -m pytest -m soak --timeout 7200 $(ARGS)
 
 lint: .venv/.project
-	@$(BIN)/ruff check sgl_graft cuda_graph patches tests
-	@$(BIN)/ruff format --check sgl_graft cuda_graph patches tests
+	@$(BIN)/ruff check sgl_graft cuda_graph patches tests deploy
+	@$(BIN)/ruff format --check sgl_graft cuda_graph patches tests deploy
 	@$(BIN)/mypy
 
 gpu-check:
@@ -85,7 +89,7 @@ $(UV): requirements-uv.lock | prerequisites
 	if ! "$(PYTHON)" -c 'import pip' 2>/dev/null; then \
 		"$(PYTHON)" -m venv .tools/pip; pip=(.tools/pip/bin/python -m pip); \
 	fi; \
-	options=(--quiet --disable-pip-version-check --root-user-action=ignore --no-deps --require-hashes --only-binary :all: -r requirements-uv.lock); \
+	options=(--quiet --disable-pip-version-check --no-deps --require-hashes --only-binary :all: -r requirements-uv.lock); \
 	rm -rf .tools/uv; mkdir -p "$(DOWNLOADS)"; \
 	"$${pip[@]}" install "$${options[@]}" --no-index --find-links "$(DOWNLOADS)" --target .tools/uv 2>/dev/null || { \
 		"$${pip[@]}" download "$${options[@]}" --dest "$(DOWNLOADS)"; \

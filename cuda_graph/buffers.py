@@ -27,7 +27,7 @@ class ChainInputs:
     """One batch of live requests; the pool is absent when the chain runs inside the draft's own graph."""
 
     root_tokens: Tensor  # [live] int64, last committed token
-    previous_tokens: Tensor  # [live] int64, the token before it, -1 when there is none
+    contexts: Tensor  # [live] int64, what stands before it, -1 when nothing is known
     table_index: Tensor  # [live] int64
     seq_lens: Tensor  # [live] int64
     pool: DraftPool | None = None  # tensors of [live, pool]
@@ -46,7 +46,7 @@ class GraftBuffers:
     """Every static input of a captured chain."""
 
     root_tokens: Tensor  # [max_batch] int64
-    previous_tokens: Tensor  # [max_batch] int64
+    contexts: Tensor  # [max_batch] int64
     table_index: Tensor  # [max_batch] int64
     seq_lens: Tensor  # [max_batch] int64
     pool: DraftPool  # tokens, parents int64 and scores float32, each [max_batch, pool]
@@ -74,7 +74,7 @@ class GraftBuffers:
     def reset_padding(self, live: int) -> None:
         """Give every row from `live` on the neutral values: a lone root, no table, no draft."""
         self.root_tokens[live:] = 0
-        self.previous_tokens[live:] = NO_TOKEN
+        self.contexts[live:] = NO_TOKEN
         self.table_index[live:] = NO_TABLE
         self.seq_lens[live:] = 1
         self.pool.tokens[live:] = 0
@@ -97,7 +97,7 @@ class GraftBuffers:
                 f"a pool of {pool_size} nodes does not fit buffers for {self.pool.tokens.shape[1]}"
             )
         self.root_tokens[:live].copy_(inputs.root_tokens)
-        self.previous_tokens[:live].copy_(inputs.previous_tokens)
+        self.contexts[:live].copy_(inputs.contexts)
         self.table_index[:live].copy_(inputs.table_index)
         self.seq_lens[:live].copy_(inputs.seq_lens)
         if inputs.pool is not None:

@@ -1,6 +1,6 @@
 """The whole chain from a draft's scores to the tree to verify, as one object made before capture.
 
-retrieved = chain.retrieve(table, table_index, root_tokens, previous_tokens)  # may run beside the draft
+retrieved = chain.retrieve(table, table_index, root_tokens, contexts)  # may run beside the draft
 tree = chain.graft_staged(pool, retrieved, root_tokens, chain.stage(pool.scores, thresholds))  # or
 tree = chain.graft_value(pool, retrieved, root_tokens, maps)
 """
@@ -71,10 +71,10 @@ class GraftChain:
         table: SuccessorTable,
         table_index: Tensor,  # [batch] int64
         root_tokens: Tensor,  # [batch] int64
-        previous_tokens: Tensor,  # [batch] int64
+        contexts: Tensor,  # [batch] int64
     ) -> Retrieved:
         """See `retrieve.retrieve`."""
-        return retrieve(table, self.template, table_index, root_tokens, previous_tokens)
+        return retrieve(table, self.template, table_index, root_tokens, contexts)
 
     def stage(
         self,

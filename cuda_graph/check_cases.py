@@ -17,7 +17,7 @@ from .retrieve import Retrieved
 from .select import GraftedTree, select_tree
 from .staged_rule import staged_weights
 from .stages import paper_stage_plan
-from .successor_table import SuccessorTable
+from .successor_table import SuccessorTable, next_contexts
 from .table_update import update_from_logits
 from .top_successors import top_successors
 from .tree_links import MAX_BITPACKED_SLOTS, TreeMaskMode, tree_links
@@ -39,7 +39,7 @@ class Shape:
     steps: int
     max_depth: int
     vocab: int
-    order2_rows: int = 2**16
+    context_rows: int = 2**16
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Round:
     pool: DraftPool
     table: SuccessorTable
     root_tokens: Tensor  # [batch] int64
-    previous_tokens: Tensor  # [batch] int64
+    contexts: Tensor  # [batch] int64
     table_index: Tensor  # [batch] int64
     seq_lens: Tensor  # [batch] int64
     thresholds: Tensor  # [checkpoints] float32
@@ -63,9 +63,7 @@ class Round:
 
     def copy_of_table(self) -> SuccessorTable:
         table = self.table
-        return replace(
-            table, tokens=table.tokens.clone(), probs=table.probs.clone(), pairs=table.pairs.clone()
-        )
+        return replace(table, tokens=table.tokens.clone(), probs=table.probs.clone(), tags=table.tags.clone())
 
 
 def random_draft(
@@ -103,7 +101,7 @@ def random_round(shape: Shape, device: torch.device | str, seed: int = 0) -> Rou
 
     plan = paper_stage_plan(shape.slots, shape.steps, shape.max_depth, min_envelope=ENVELOPE)
     chain = GraftChain.create(plan, shape.topk, shape.steps, device)
-    table = SuccessorTable.create(shape.vocab, TABLE_K, 1, shape.order2_rows, device)
+    table = SuccessorTable.create(shape.vocab, TABLE_K, 1, shape.context_rows, device=device)
     table.tokens[: table.empty_row].copy_(integers(-1, spoken, table.empty_row, TABLE_K))
     table.probs[: table.empty_row].copy_(torch.rand(table.empty_row, TABLE_K, generator=gen, device=device))
     table.tokens[table.discard_row] = 1
@@ -117,7 +115,7 @@ def random_round(shape: Shape, device: torch.device | str, seed: int = 0) -> Rou
         pool=draft_pool(*lists),
         table=table,
         root_tokens=integers(0, spoken, shape.batch),
-        previous_tokens=integers(-1, spoken, shape.batch),
+        contexts=next_contexts(table, *integers(-1, spoken, 2, shape.batch)),
         table_index=integers(0, 1, shape.batch),
         seq_lens=integers(1, MAX_SEQ_LEN, shape.batch),
         thresholds=torch.full((len(plan.checkpoints),), 0.3, device=device),
@@ -135,7 +133,7 @@ def op_cases(case: Round) -> dict[str, Op]:
     table.
     """
     chain, pool, layout = case.chain, case.pool, case.chain.layout
-    retrieved = chain.retrieve(case.table, case.table_index, case.root_tokens, case.previous_tokens)
+    retrieved = chain.retrieve(case.table, case.table_index, case.root_tokens, case.contexts)
     confidence = path_confidence(pool.scores, chain.topk, chain.steps)
     checkpoints = chain.stages.plan.checkpoints
     stage = staged_gate(confidence, checkpoints, case.thresholds)
@@ -148,9 +146,7 @@ def op_cases(case: Round) -> dict[str, Op]:
     cases: dict[str, Op] = {
         "path_confidence": lambda: (path_confidence(pool.scores, chain.topk, chain.steps),),
         "staged_gate": lambda: (staged_gate(confidence, checkpoints, case.thresholds),),
-        "retrieve": lambda: chain.retrieve(
-            case.table, case.table_index, case.root_tokens, case.previous_tokens
-        ),
+        "retrieve": lambda: chain.retrieve(case.table, case.table_index, case.root_tokens, case.contexts),
         "value_weights": lambda: _values(case, maps, retrieved),
         "staged_weights": lambda: staged_weights(
             chain.stages, layout, stage, pool.tokens, pool.scores, retrieved.tokens
@@ -188,7 +184,7 @@ def _updated_table(case: Round, tree: GraftedTree) -> tuple[Tensor, ...]:
         tree.tokens,
         tree.parents,
         tree.depths,
-        case.previous_tokens,
+        case.contexts,
         case.accepted,
         case.logits,
     )
@@ -197,7 +193,7 @@ def _updated_table(case: Round, tree: GraftedTree) -> tuple[Tensor, ...]:
 
 def readable(table: SuccessorTable) -> tuple[Tensor, ...]:
     """The parts of a table that anyone reads: all but the discarded writes."""
-    return table.tokens[: table.discard_row], table.probs[: table.discard_row], table.pairs[:-1]
+    return table.tokens[: table.discard_row], table.probs[: table.discard_row], table.tags[:-1]
 
 
 def _links_case(case: Round, tree: GraftedTree, mode: TreeMaskMode) -> Op:

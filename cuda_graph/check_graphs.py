@@ -42,7 +42,7 @@ def check_graph(case: Round, rule: str) -> list[Comparison]:
 
 def spoil(buffers: GraftBuffers) -> None:
     """Fill every buffer with what a bug might leave there."""
-    for tensor in (buffers.root_tokens, buffers.previous_tokens, buffers.table_index):
+    for tensor in (buffers.root_tokens, buffers.contexts, buffers.table_index):
         tensor.fill_(2**40)
     buffers.pool.tokens.fill_(-7)
     buffers.pool.parents.fill_(2**40)
@@ -63,7 +63,7 @@ def _one_round(
         tree.tokens,
         tree.parents,
         tree.depths,
-        buffers.previous_tokens,
+        buffers.contexts,
         accepted_slots(path.accept_index, case.shape.slots),
         case.logits[: batch * case.shape.slots],
     )
@@ -75,7 +75,7 @@ def graft(
 ) -> GraftedTree:
     """Retrieval beside the gate, then one selection rule: `staged`, or `value` without calibration."""
     chain, roots = case.chain, rows.root_tokens
-    beside = fork(lambda: chain.retrieve(table, rows.table_index, roots, rows.previous_tokens), roots.device)
+    beside = fork(lambda: chain.retrieve(table, rows.table_index, roots, rows.contexts), roots.device)
     if rule == "staged":
         stage = chain.stage(pool.scores, case.thresholds)  # in a server the draft steps run here
         return chain.graft_staged(pool, beside.join(), roots, stage)
@@ -95,7 +95,7 @@ def _reference(case: Round, rule: str, live: int) -> list[Tensor]:
 def _live_inputs(case: Round, live: int) -> ChainInputs:
     return ChainInputs(
         root_tokens=case.root_tokens[:live],
-        previous_tokens=case.previous_tokens[:live],
+        contexts=case.contexts[:live],
         table_index=case.table_index[:live],
         seq_lens=case.seq_lens[:live],
         pool=DraftPool(*(tensor[:live] for tensor in case.pool)),
@@ -113,4 +113,4 @@ def _live_rows(tree: GraftedTree, links: TreeLinks, path: AcceptedPath, live: in
 def _restore(table: SuccessorTable, source: SuccessorTable) -> None:
     table.tokens.copy_(source.tokens)
     table.probs.copy_(source.probs)
-    table.pairs.copy_(source.pairs)
+    table.tags.copy_(source.tags)

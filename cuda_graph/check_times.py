@@ -82,7 +82,7 @@ def time_round(case: Round, bandwidth: float) -> Times:
 def timed_calls(case: Round) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
     chain, table, layout = case.chain, case.table, case.chain.layout
-    rows = (case.table_index, case.root_tokens, case.previous_tokens)
+    rows = (case.table_index, case.root_tokens, case.contexts)
     pool = case.pool
     retrieved = chain.retrieve(table, *rows)
     confidence = path_confidence(pool.scores, chain.topk, chain.steps)
@@ -93,7 +93,7 @@ def timed_calls(case: Round) -> dict[str, Callable[[], object]]:
     trie = merge_trie(layout, *candidates)
     tree = select_tree(layout, trie, case.root_tokens, case.shape.slots)
     best = top_successors(case.logits, TABLE_K, case.shape.vocab)
-    written = (case.table_index, tree.tokens, tree.parents, tree.depths, case.previous_tokens, case.accepted)
+    written = (case.table_index, tree.tokens, tree.parents, tree.depths, case.contexts, case.accepted)
 
     def whole(rule: str) -> Callable[[], object]:
         def run() -> object:

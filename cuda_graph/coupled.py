@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import use_triton
+from .dispatch import host_op, use_triton
 
 
 class AcceptedPath(NamedTuple):
@@ -41,7 +41,7 @@ def walk_accepted(
         from .coupled_kernel import walk_accepted_triton
 
         return walk_accepted_triton(tokens, parents, target_tokens, max_path)
-    return walk_accepted_torch(tokens, parents, target_tokens, max_path)
+    return host_op(walk_accepted_torch)(tokens, parents, target_tokens, max_path)
 
 
 def walk_accepted_torch(
@@ -90,7 +90,15 @@ def parents_from_links(
     retrieve_next_token: Tensor,  # [batch, slots] int64
     retrieve_next_sibling: Tensor,  # [batch, slots] int64
 ) -> Tensor:  # [batch, slots] int64
-    """Recover `parents` from retrieve links, for callers that hold only those (stock SGLang trees).
+    """Recover `parents` from retrieve links, for callers that hold only those (stock SGLang trees)."""
+    return host_op(parents_from_links_torch)(retrieve_next_token, retrieve_next_sibling)
+
+
+def parents_from_links_torch(
+    retrieve_next_token: Tensor,  # [batch, slots] int64
+    retrieve_next_sibling: Tensor,  # [batch, slots] int64
+) -> Tensor:  # [batch, slots] int64
+    """Reference of `parents_from_links`.
 
     Each slot knows its previous sibling or its parent; pointer doubling over the sibling chains finds the
     parent.

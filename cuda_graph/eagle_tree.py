@@ -49,6 +49,19 @@ def draft_pool(
     )
 
 
+def pad_pool(pool: DraftPool, topk: int, steps: int) -> DraftPool:
+    """A pool whose draft ended early, with absent nodes where the missing levels would be."""
+    missing = sum(pool_level_sizes(topk, steps)) - pool.tokens.shape[1]
+    if not missing:
+        return pool
+    batch = pool.tokens.shape[0]
+    return DraftPool(
+        tokens=torch.cat([pool.tokens, pool.tokens.new_full((batch, missing), -1)], dim=1),
+        parents=torch.cat([pool.parents, pool.parents.new_zeros((batch, missing))], dim=1),
+        scores=torch.cat([pool.scores, pool.scores.new_zeros((batch, missing))], dim=1),
+    )
+
+
 def stock_tree(
     pool: DraftPool,
     root_tokens: Tensor,  # [batch] int64

@@ -2,7 +2,7 @@
 
 Retrieval needs the root token and the table only, so it can run while the drafter drafts:
 
-    beside = fork(lambda: chain.retrieve(table, table_index, root_tokens, previous_tokens), device)
+    beside = fork(lambda: chain.retrieve(table, table_index, root_tokens, contexts), device)
     ...  # the draft steps
     retrieved = beside.join()
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import use_triton
+from .dispatch import host_op, use_triton
 
 FROM_DRAFT = 1
 FROM_TABLE = 2
@@ -124,7 +124,7 @@ def merge_trie(
         from .merge_kernel import merge_trie_triton
 
         return merge_trie_triton(*args)
-    return merge_trie_torch(*args)
+    return host_op(merge_trie_torch)(*args)
 
 
 def merge_trie_torch(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .successor_table import SuccessorTable, known_tokens, order1_rows, order2_slots, pack_pairs
+from .successor_table import SuccessorTable, context_places, context_tags, known_tokens, order1_rows
 
 SUCCESSOR_BITS = 26
 
@@ -18,7 +18,7 @@ SUCCESSOR_BITS = 26
 def observe_prompt(
     table: SuccessorTable,
     table_index: Tensor,  # [n] int64, table of each position; positions with no table are skipped
-    previous_tokens: Tensor,  # [n] int64, token before each position, -1 when there is none
+    contexts: Tensor,  # [n] int64, what stands before each position, -1 when nothing is known
     tokens: Tensor,  # [n] int64, ids outside the vocabulary are skipped
     next_tokens: Tensor,  # [n] int64, the observed successor, -1 where it is not known yet
     prior: float = 0.5,
@@ -27,7 +27,7 @@ def observe_prompt(
 
     The result is as if the distinct successors of a row had been inserted one by one, the latest seen last:
     an insertion moves the token to rank 0, scales the row's probabilities by `1 - prior` and adds `prior`
-    to the inserted one. A new order-2 row starts from its token's order-1 row. Positions of one request
+    to the inserted one. A new context row starts from its token's order-1 row. Positions of one request
     must be in text order.
 
     Raises ValueError when `prior` is outside 0..1.
@@ -38,19 +38,19 @@ def observe_prompt(
     seen = seen & (table_index >= 0) & (table_index < table.num_tables)
     rows = order1_rows(table, table_index, tokens).masked_fill(~seen, table.discard_row)
     _insert(table, rows, rows, next_tokens, prior)
-    if not table.order2_rows:
+    if not table.context_rows:
         return
-    seen = seen & known_tokens(previous_tokens, table.vocab_size)
-    pairs = pack_pairs(previous_tokens, tokens)
-    places = order2_slots(table, table_index, pairs).masked_fill(~seen, table.pairs.numel() - 1)
-    # Pairs that collide in one place: the latest owns it, and only its own successors go in.
+    seen = seen & (contexts >= 0)
+    tags = context_tags(contexts, tokens)
+    places = context_places(table, table_index, tags).masked_fill(~seen, table.tags.numel() - 1)
+    # Contexts that collide in one place: the latest owns it, and only its own successors go in.
     owner = _latest_of(places)
-    mine = seen & (pairs.take(owner) == pairs)
-    known_pair = table.pairs.take(places) == pairs
-    order2 = places + table.first_order2_row
-    old_rows = torch.where(known_pair, order2, rows)
-    _insert(table, order2.masked_fill(~mine, table.discard_row), old_rows, next_tokens, prior)
-    table.pairs.index_copy_(0, places.masked_fill(~mine, table.pairs.numel() - 1), pairs)
+    mine = seen & (tags.take(owner) == tags)
+    known_context = table.tags.take(places) == tags
+    context_rows = places + table.first_context_row
+    old_rows = torch.where(known_context, context_rows, rows)
+    _insert(table, context_rows.masked_fill(~mine, table.discard_row), old_rows, next_tokens, prior)
+    table.tags.index_copy_(0, places.masked_fill(~mine, table.tags.numel() - 1), tags)
 
 
 class _Successors(NamedTuple):

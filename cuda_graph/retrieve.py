@@ -1,6 +1,6 @@
 """Level-wise retrieval: walk the successor table from the root along a fixed template (Graft, eq. 10 and 15).
 
-It needs the root token, the token before it and the table, but nothing from the drafter, so inside a
+It needs the root token, the tokens before it and the table, but nothing from the drafter, so inside a
 captured graph it may run beside the draft steps.
 """
 
@@ -14,8 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import use_triton
-from .successor_table import SuccessorTable, known_tokens, order1_rows, order2_slots, pack_pairs
+from .dispatch import host_op, use_triton
+from .successor_table import (
+    SuccessorTable,
+    context_places,
+    context_tags,
+    known_tokens,
+    next_contexts,
+    order1_rows,
+)
 from .templates import Template
 
 
@@ -67,14 +74,14 @@ class DeviceTemplate:
 def retrieve(
     table: SuccessorTable,
     template: DeviceTemplate,
-    table_index: Tensor,  # [batch] int64, which table each request reads
+    table_index: Tensor,  # [batch] int64, which table each request reads; an index of no table reads nothing
     root_tokens: Tensor,  # [batch] int64, last committed token
-    previous_tokens: Tensor,  # [batch] int64, the token before it, -1 when there is none
+    contexts: Tensor,  # [batch] int64, what stands before it (`successor_table`), -1 when nothing is known
 ) -> Retrieved:
     """Look up every template node: successor number `rank` of its parent's token.
 
-    An order-2 row of (token before the parent, parent) is used when the table holds that very pair, else
-    the parent's order-1 row. Ids outside the vocabulary, in the inputs or in a damaged table, count as
+    The context row of the parent and the tokens before it is used when the table holds that very context,
+    else the parent's order-1 row. Ids outside the vocabulary, in the inputs or in a damaged table, count as
     absent, and probabilities outside 0..1 are clipped.
 
     Raises ValueError when the template needs more ranks than a row has.
@@ -87,8 +94,8 @@ def retrieve(
     if use_triton(root_tokens):
         from .retrieve_kernel import retrieve_triton
 
-        return retrieve_triton(table, template, table_index, root_tokens, previous_tokens)
-    return retrieve_torch(table, template, table_index, root_tokens, previous_tokens)
+        return retrieve_triton(table, template, table_index, root_tokens, contexts)
+    return host_op(retrieve_torch)(table, template, table_index, root_tokens, contexts)
 
 
 def retrieve_torch(
@@ -96,18 +103,20 @@ def retrieve_torch(
     template: DeviceTemplate,
     table_index: Tensor,  # [batch] int64
     root_tokens: Tensor,  # [batch] int64
-    previous_tokens: Tensor,  # [batch] int64
+    contexts: Tensor,  # [batch] int64
 ) -> Retrieved:
     """Reference of `retrieve`."""
-    index = table_index.clamp(0, table.num_tables - 1).unsqueeze(1)  # a padded row may hold anything
-    root = root_tokens.masked_fill(~known_tokens(root_tokens, table.vocab_size), -1)
-    last, previous = root.unsqueeze(1), previous_tokens.unsqueeze(1)  # of the level above: the root alone
+    has_table = (table_index >= 0) & (table_index < table.num_tables)
+    index = table_index.clamp(0, table.num_tables - 1).unsqueeze(1)
+    # A root of -1 has no successors, nor have its descendants.
+    root = root_tokens.masked_fill(~(known_tokens(root_tokens, table.vocab_size) & has_table), -1)
+    last, context = root.unsqueeze(1), contexts.unsqueeze(1)  # of the level above: the root alone
     tokens, entries = [last[:, :0]], [last[:, :0]]
     for fathers, ranks in template.levels:
-        before, last = previous.index_select(1, fathers), last.index_select(1, fathers)  # [batch, level]
-        entry = successor_rows(table, index, before, last) * table.k + ranks
+        before, father = context.index_select(1, fathers), last.index_select(1, fathers)  # [batch, level]
+        entry = successor_rows(table, index, before, father) * table.k + ranks
         found = table.tokens.take(entry).long()
-        previous, last = last, found.masked_fill(found >= table.vocab_size, -1)
+        context, last = next_contexts(table, before, father), found.masked_fill(found >= table.vocab_size, -1)
         tokens.append(last)
         entries.append(entry)
     found_tokens = torch.cat(tokens, dim=1).clamp(min=-1)
@@ -130,13 +139,13 @@ def _path_products(
 def successor_rows(
     table: SuccessorTable,
     table_index: Tensor,  # [batch, 1] int64
-    previous: Tensor,  # [batch, nodes] int64
+    contexts: Tensor,  # [batch, nodes] int64, what stands before `last`
     last: Tensor,  # [batch, nodes] int64, in the vocabulary or negative
 ) -> Tensor:  # [batch, nodes] int64
-    """The row that predicts what follows (previous, last): order 2 if the pair is stored, else order 1."""
+    """The row that predicts what follows `last`: its context row if that is stored, else its order-1 row."""
     rows = order1_rows(table, table_index, last)
-    if table.order2_rows:
-        pairs = pack_pairs(previous, last)
-        slots = order2_slots(table, table_index, pairs)
-        rows = torch.where(table.pairs.take(slots) == pairs, slots + table.first_order2_row, rows)
+    if table.context_rows:
+        tags = context_tags(contexts, last)
+        places = context_places(table, table_index, tags)
+        rows = torch.where(table.tags.take(places) == tags, places + table.first_context_row, rows)
     return rows.masked_fill(last < 0, table.empty_row)

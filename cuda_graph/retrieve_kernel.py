@@ -11,26 +11,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .successor_table import HASH_MULTIPLIER, HASH_SHIFT, SuccessorTable
+from .successor_table import HASH_MULTIPLIER, HASH_SHIFT, TOKEN_FIELD, TOKEN_MASK, SuccessorTable
 
 if TYPE_CHECKING:
     from .retrieve import DeviceTemplate, Retrieved
 
 
 @triton.jit
-def pair_place(pairs, table_index, order2_rows: tl.constexpr, MULTIPLIER: tl.constexpr, SHIFT: tl.constexpr):
-    """`successor_table.order2_slots`."""
-    return table_index * order2_rows + (((pairs * MULTIPLIER) >> SHIFT) & (order2_rows - 1))
+def context_place(
+    tags, table_index, CONTEXT_ROWS: tl.constexpr, MULTIPLIER: tl.constexpr, SHIFT: tl.constexpr
+):
+    """`successor_table.context_places`."""
+    return table_index * CONTEXT_ROWS + (((tags * MULTIPLIER) >> SHIFT) & (CONTEXT_ROWS - 1))
 
 
 @triton.jit
 def _retrieve_kernel(
     table_tokens_ptr,  # [rows, K] int32
     table_probs_ptr,  # [rows, K] float16
-    pairs_ptr,  # [num_tables * ORDER2_ROWS + 1] int64
+    tags_ptr,  # [num_tables * CONTEXT_ROWS + 1] int64
     table_index_ptr,  # [batch] int64
     root_ptr,  # [batch] int64
-    previous_ptr,  # [batch] int64
+    contexts_ptr,  # [batch] int64
     fathers_ptr,  # [nodes] int64
     ranks_ptr,  # [nodes] int64
     level_starts_ptr,  # [LEVELS + 1] int64
@@ -38,22 +40,27 @@ def _retrieve_kernel(
     probs_ptr,  # [batch, nodes] float32
     vocab_size,
     num_tables,
-    first_order2_row,
+    first_context_row,
     empty_row,
     NODES: tl.constexpr,
     LEVELS: tl.constexpr,
     LEVEL_BLOCK: tl.constexpr,
     K: tl.constexpr,
-    ORDER2_ROWS: tl.constexpr,
+    CONTEXT_ROWS: tl.constexpr,
+    CONTEXT_MASK: tl.constexpr,
+    FIELD: tl.constexpr,
+    TOKEN_MASK: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     out = row * NODES
     root = tl.load(root_ptr + row)
-    root = tl.where((root >= 0) & (root < vocab_size), root, -1)
-    previous = tl.load(previous_ptr + row)
     index = tl.load(table_index_ptr + row)
+    has_table = (index >= 0) & (index < num_tables)
+    root = tl.where(has_table & (root >= 0) & (root < vocab_size), root, -1)
+    root_context = tl.load(contexts_ptr + row)
+    below_root = ((root_context << FIELD) | (root & TOKEN_MASK)) & CONTEXT_MASK
     index = tl.minimum(tl.maximum(index, 0), num_tables - 1)
 
     for level in range(LEVELS):
@@ -67,16 +74,22 @@ def _retrieve_kernel(
         grandfather = tl.load(fathers_ptr + father, mask=below, other=-1)
         last = tl.load(tokens_ptr + out + father, mask=below, other=0)
         last = tl.where(father < 0, root, last)
-        before = tl.load(tokens_ptr + out + grandfather, mask=below & (grandfather >= 0), other=0)
-        before = tl.where(father < 0, previous, tl.where(grandfather < 0, root, before))
+        # What stands before the father: its own father and grandfather, or what led to the root.
+        deep = below & (grandfather >= 0)
+        ancestor = tl.load(fathers_ptr + grandfather, mask=deep, other=-1)
+        nearest = tl.load(tokens_ptr + out + grandfather, mask=deep, other=0)
+        further = tl.load(tokens_ptr + out + ancestor, mask=deep & (ancestor >= 0), other=0)
+        further = tl.where(ancestor < 0, root, further)
+        context = (((further & TOKEN_MASK) << FIELD) | (nearest & TOKEN_MASK)) & CONTEXT_MASK
+        context = tl.where(father < 0, root_context, tl.where(grandfather < 0, below_root, context))
         path_prob = tl.load(probs_ptr + out + father, mask=below, other=1.0)
 
         rows = index * vocab_size + last
-        if ORDER2_ROWS > 0:
-            pairs = (before << 32) + last
-            place = pair_place(pairs, index, ORDER2_ROWS, MULTIPLIER, SHIFT)
-            stored = tl.load(pairs_ptr + place, mask=there, other=-1)
-            rows = tl.where(stored == pairs, first_order2_row + place, rows)
+        if CONTEXT_ROWS > 0:
+            tags = (context << FIELD) + last
+            place = context_place(tags, index, CONTEXT_ROWS, MULTIPLIER, SHIFT)
+            stored = tl.load(tags_ptr + place, mask=there, other=-1)
+            rows = tl.where(stored == tags, first_context_row + place, rows)
         rows = tl.where(last < 0, empty_row, rows)
         found = tl.load(table_tokens_ptr + rows * K + rank, mask=there, other=-1).to(tl.int64)
         step_prob = tl.load(table_probs_ptr + rows * K + rank, mask=there, other=0.0).to(tl.float32)
@@ -93,7 +106,7 @@ def retrieve_triton(
     template: DeviceTemplate,
     table_index: Tensor,  # [batch] int64
     root_tokens: Tensor,  # [batch] int64
-    previous_tokens: Tensor,  # [batch] int64
+    contexts: Tensor,  # [batch] int64
 ) -> Retrieved:
     """Triton side of `retrieve`."""
     from .retrieve import Retrieved
@@ -106,10 +119,10 @@ def retrieve_triton(
     _retrieve_kernel[(batch,)](
         table.tokens,
         table.probs,
-        table.pairs,
+        table.tags,
         table_index,
         root_tokens,
-        previous_tokens,
+        contexts,
         template.fathers,
         template.ranks,
         template.level_starts,
@@ -117,13 +130,16 @@ def retrieve_triton(
         probs,
         table.vocab_size,
         table.num_tables,
-        table.first_order2_row,
+        table.first_context_row,
         table.empty_row,
         NODES=nodes,
         LEVELS=len(template.level_sizes),
         LEVEL_BLOCK=triton.next_power_of_2(max(template.level_sizes)),
         K=table.k,
-        ORDER2_ROWS=table.order2_rows,
+        CONTEXT_ROWS=table.context_rows,
+        CONTEXT_MASK=table.context_mask,
+        FIELD=TOKEN_FIELD,
+        TOKEN_MASK=TOKEN_MASK,
         MULTIPLIER=HASH_MULTIPLIER,
         SHIFT=HASH_SHIFT,
         num_warps=1,

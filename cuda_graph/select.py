@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .dispatch import use_triton
+from .dispatch import host_op, use_triton
 from .merge import MergedTrie, TrieLayout
 
 EMPTY_SOURCE = 0
@@ -60,7 +60,7 @@ def select_tree(
         from .select_kernel import select_tree_triton
 
         return select_tree_triton(layout, trie, root_tokens, slots)
-    return select_tree_torch(layout, trie, root_tokens, slots)
+    return host_op(select_tree_torch)(layout, trie, root_tokens, slots)
 
 
 def select_tree_torch(

@@ -1,11 +1,14 @@
 """The successor table: for each token, the target's likeliest next tokens and their probabilities.
 
 This is the paper's adjacency matrix (Graft, section 3.2, eq. 9) with two additions: the target's
-probability is kept beside each successor, and besides one row per token (order 1) there may be rows for the
-last two tokens (order 2), found through a hash and confirmed by an exact tag. One allocation can hold
-several tables, one per request or group.
+probability is kept beside each successor, and besides one row per token (order 1) there may be context rows,
+keyed by the last two or three tokens, found through a hash and confirmed by an exact tag. One allocation
+can hold several tables, one per request or group.
 
-Rows are numbered over the whole allocation: the order-1 rows of all tables, then the order-2 rows of all
+What stands before a token is passed around as one int64, its context: the one or two tokens before it, 21
+bits each, the nearest lowest. A token that is unknown there has all bits set; -1 says that nothing is known.
+
+Rows are numbered over the whole allocation: the order-1 rows of all tables, then the context rows of all
 tables, then one row that is always empty (unknown tokens read it) and one that takes discarded writes and
 is never read.
 """
@@ -20,7 +23,9 @@ from torch import Tensor
 # Fibonacci hashing: 2**64 divided by the golden ratio, as a signed 64-bit integer.
 HASH_MULTIPLIER = -7046029254386353131
 HASH_SHIFT = 36
-MAX_ORDER2_ROWS = 2**24
+TOKEN_FIELD = 21  # bits of a token in a context and in a tag: three fit into an int64
+TOKEN_MASK = 2**TOKEN_FIELD - 1
+MAX_CONTEXT_ROWS = 2**24
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,11 @@ class SuccessorTable:
 
     tokens: Tensor  # [rows, k] int32, -1 where there is no successor
     probs: Tensor  # [rows, k] float16, probability of each successor under the target
-    pairs: Tensor  # [num_tables * order2_rows + 1] int64, packed token pair of each order-2 row, -1 unused
+    tags: Tensor  # [num_tables * context_rows + 1] int64, context and token of each context row, -1 unused
     vocab_size: int
     num_tables: int
-    order2_rows: int  # per table; 0 switches order 2 off
+    context_rows: int  # per table; 0 switches them off
+    context_len: int  # tokens that key a context row: 2 or 3
 
     @classmethod
     def create(
@@ -40,22 +46,33 @@ class SuccessorTable:
         vocab_size: int,
         k: int = 8,
         num_tables: int = 1,
-        order2_rows: int = 0,
+        context_rows: int = 0,
+        context_len: int = 3,
         device: torch.device | str = "cpu",
     ) -> SuccessorTable:
         """Allocate empty tables. Raises ValueError for sizes out of range."""
         if min(vocab_size, k, num_tables) < 1:
             raise ValueError(f"vocab_size {vocab_size}, k {k} and num_tables {num_tables} must be at least 1")
-        if order2_rows and not _is_power_of_two(order2_rows, MAX_ORDER2_ROWS):
-            raise ValueError(f"order2_rows {order2_rows} must be 0 or a power of two up to {MAX_ORDER2_ROWS}")
-        rows = num_tables * (vocab_size + order2_rows) + 2
+        if context_rows and not _is_power_of_two(context_rows, MAX_CONTEXT_ROWS):
+            raise ValueError(
+                f"context_rows {context_rows} must be 0 or a power of two up to {MAX_CONTEXT_ROWS}"
+            )
+        if context_len not in (2, 3):
+            raise ValueError(f"context_len is {context_len}: key context rows by the last 2 or 3 tokens")
+        if context_rows and vocab_size > TOKEN_MASK:
+            raise ValueError(
+                f"context rows tell at most {TOKEN_MASK} tokens apart, the vocabulary has {vocab_size}: "
+                "set context_rows to 0"
+            )
+        rows = num_tables * (vocab_size + context_rows) + 2
         return cls(
             tokens=torch.full((rows, k), -1, dtype=torch.int32, device=device),
             probs=torch.zeros((rows, k), dtype=torch.float16, device=device),
-            pairs=torch.full((num_tables * order2_rows + 1,), -1, dtype=torch.long, device=device),
+            tags=torch.full((num_tables * context_rows + 1,), -1, dtype=torch.long, device=device),
             vocab_size=vocab_size,
             num_tables=num_tables,
-            order2_rows=order2_rows,
+            context_rows=context_rows,
+            context_len=context_len,
         )
 
     @property
@@ -63,7 +80,12 @@ class SuccessorTable:
         return self.tokens.shape[1]
 
     @property
-    def first_order2_row(self) -> int:
+    def context_mask(self) -> int:
+        """The bits of a context that this table looks at."""
+        return 2 ** (TOKEN_FIELD * (self.context_len - 1)) - 1
+
+    @property
+    def first_context_row(self) -> int:
         return self.num_tables * self.vocab_size
 
     @property
@@ -78,25 +100,25 @@ class SuccessorTable:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.tokens, self.probs, self.pairs))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.tokens, self.probs, self.tags))
 
     def clear(self) -> None:
         """Empty every table."""
         self.tokens.fill_(-1)
         self.probs.zero_()
-        self.pairs.fill_(-1)
+        self.tags.fill_(-1)
 
     def clear_table(self, index: int) -> None:
         """Empty one table, before another request may use it."""
         if not 0 <= index < self.num_tables:
             raise ValueError(f"table {index} does not exist: there are {self.num_tables}")
         order1 = slice(index * self.vocab_size, (index + 1) * self.vocab_size)
-        slots = slice(index * self.order2_rows, (index + 1) * self.order2_rows)
-        order2 = slice(self.first_order2_row + slots.start, self.first_order2_row + slots.stop)
-        for rows in (order1, order2):
+        slots = slice(index * self.context_rows, (index + 1) * self.context_rows)
+        context = slice(self.first_context_row + slots.start, self.first_context_row + slots.stop)
+        for rows in (order1, context):
             self.tokens[rows] = -1
             self.probs[rows] = 0
-        self.pairs[slots] = -1
+        self.tags[slots] = -1
 
 
 def order1_rows(
@@ -108,19 +130,43 @@ def order1_rows(
     return table_index * table.vocab_size + tokens
 
 
-def pack_pairs(previous: Tensor, tokens: Tensor) -> Tensor:
-    """Two int64 token ids below 2**31 as one int64, the tag of an order-2 row."""
-    return (previous << 32) + tokens
+def context_tags(
+    contexts: Tensor,  # int64
+    tokens: Tensor,  # int64, in the vocabulary or negative
+) -> Tensor:  # int64
+    """A context and the token after it as one int64, the tag of their context row; negative without one."""
+    return (contexts << TOKEN_FIELD) + tokens
 
 
-def order2_slots(
+def next_contexts(
     table: SuccessorTable,
-    table_index: Tensor,  # int64, broadcastable to `pairs`
-    pairs: Tensor,  # int64 from `pack_pairs`
-) -> Tensor:  # int64, like `pairs`
-    """Index into `table.pairs`, and from `first_order2_row` on into the rows, where a pair lives."""
-    hashed = (pairs * HASH_MULTIPLIER >> HASH_SHIFT) & (table.order2_rows - 1)
-    return table_index * table.order2_rows + hashed
+    contexts: Tensor,  # int64, what stands before `tokens`
+    tokens: Tensor,  # int64, in the vocabulary or negative
+) -> Tensor:  # int64
+    """What stands before whatever follows `tokens`."""
+    return ((contexts << TOKEN_FIELD) | (tokens & TOKEN_MASK)) & table.context_mask
+
+
+def contexts_within(
+    table: SuccessorTable,
+    tokens: Tensor,  # [n] int64, consecutive; nothing is known before them
+) -> Tensor:  # [n] int64
+    """What stands before each token of a text."""
+    named = tokens.masked_fill(~known_tokens(tokens, table.vocab_size), -1)
+    nothing = named.new_full((1,), -1)
+    nearest = torch.cat([nothing, named[:-1]])
+    further = torch.cat([nothing, nearest[:-1]])
+    return torch.cat([nothing, next_contexts(table, further, nearest)[1:]])
+
+
+def context_places(
+    table: SuccessorTable,
+    table_index: Tensor,  # int64, broadcastable to `tags`
+    tags: Tensor,  # int64 from `context_tags`
+) -> Tensor:  # int64, like `tags`
+    """Index into `table.tags`, and from `first_context_row` on into the rows, where a tag lives."""
+    hashed = (tags * HASH_MULTIPLIER >> HASH_SHIFT) & (table.context_rows - 1)
+    return table_index * table.context_rows + hashed
 
 
 def known_tokens(

@@ -11,8 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import use_triton
-from .successor_table import SuccessorTable, known_tokens, order1_rows, order2_slots, pack_pairs
+from .dispatch import host_op, use_triton
+from .successor_table import (
+    TOKEN_FIELD,
+    TOKEN_MASK,
+    SuccessorTable,
+    context_places,
+    context_tags,
+    known_tokens,
+    order1_rows,
+)
 from .top_successors import TopSuccessors, top_successors
 
 
@@ -22,13 +30,13 @@ def update_from_logits(
     tokens: Tensor,  # [batch, slots] int64
     parents: Tensor,  # [batch, slots] int64
     depths: Tensor,  # [batch, slots] int64
-    previous_tokens: Tensor,  # [batch] int64, the token before each root, -1 when there is none
+    contexts: Tensor,  # [batch] int64, what stands before each root, -1 when nothing is known
     accepted: Tensor,  # [batch, slots] bool, from `accepted_slots`
     logits: Tensor,  # [batch * slots, columns] float, raw: before penalties and grammar masks
 ) -> TopSuccessors:
     """Write the target's top k after every real node into the table, in place, and return it."""
     best = top_successors(logits, table.k, table.vocab_size)
-    write_successors(table, table_index, tokens, parents, depths, previous_tokens, accepted, best)
+    write_successors(table, table_index, tokens, parents, depths, contexts, accepted, best)
     return best
 
 
@@ -47,17 +55,17 @@ def write_successors(
     tokens: Tensor,  # [batch, slots] int64
     parents: Tensor,  # [batch, slots] int64
     depths: Tensor,  # [batch, slots] int64
-    previous_tokens: Tensor,  # [batch] int64
+    contexts: Tensor,  # [batch] int64
     accepted: Tensor,  # [batch, slots] bool
     best: TopSuccessors,  # of [batch * slots] rows
 ) -> None:
     """Write known successors: `update_from_logits` for callers that already have the top k."""
-    args = (table, table_index, tokens, parents, depths, previous_tokens, accepted, best)
+    args = (table, table_index, tokens, parents, depths, contexts, accepted, best)
     if use_triton(tokens):
         from .table_update_kernel import write_successors_triton
 
         return write_successors_triton(*args)
-    return write_successors_torch(*args)
+    return host_op(write_successors_torch)(*args)
 
 
 def write_successors_torch(
@@ -66,7 +74,7 @@ def write_successors_torch(
     tokens: Tensor,  # [batch, slots] int64
     parents: Tensor,  # [batch, slots] int64
     depths: Tensor,  # [batch, slots] int64
-    previous_tokens: Tensor,  # [batch] int64
+    contexts: Tensor,  # [batch] int64
     accepted: Tensor,  # [batch, slots] bool
     best: TopSuccessors,
 ) -> None:
@@ -85,17 +93,32 @@ def write_successors_torch(
     rows = order1_rows(table, index, tokens).flatten()
     wins = real.flatten() & wins_its_row(rows, priority, real.flatten())
     _replace_rows(table, rows.masked_fill(~wins, table.discard_row), best)
-    if not table.order2_rows:
+    if not table.context_rows:
         return
-    before = torch.where(
-        slot == 0, previous_tokens.unsqueeze(1), tokens.gather(1, parents.clamp(0, slots - 1))
-    )
-    real = real & known_tokens(before, table.vocab_size)
-    pairs = pack_pairs(before, tokens).flatten()
-    places = order2_slots(table, index, pairs.view_as(tokens)).flatten()
+    before = node_contexts(table, tokens, parents, contexts)
+    real = real & (before >= 0)
+    tags = context_tags(before, tokens).flatten()
+    places = context_places(table, index, tags.view_as(tokens)).flatten()
     wins = real.flatten() & wins_its_row(places, priority, real.flatten())
-    _replace_rows(table, (places + table.first_order2_row).masked_fill(~wins, table.discard_row), best)
-    table.pairs.index_copy_(0, places.masked_fill(~wins, table.pairs.numel() - 1), pairs)
+    _replace_rows(table, (places + table.first_context_row).masked_fill(~wins, table.discard_row), best)
+    table.tags.index_copy_(0, places.masked_fill(~wins, table.tags.numel() - 1), tags)
+
+
+def node_contexts(
+    table: SuccessorTable,
+    tokens: Tensor,  # [batch, slots] int64
+    parents: Tensor,  # [batch, slots] int64
+    contexts: Tensor,  # [batch] int64, what stands before each root
+) -> Tensor:  # [batch, slots] int64
+    """What stands before each node: a context reaches back two tokens, so two hops find it."""
+    slots = tokens.shape[1]
+    root = torch.arange(slots, device=tokens.device) == 0
+    known = tokens.masked_fill(~known_tokens(tokens, table.vocab_size), -1)
+    above = parents.clamp(0, slots - 1)
+    before_root = contexts.unsqueeze(1)
+    nearest = torch.where(root, before_root, known.gather(1, above)) & TOKEN_MASK
+    further = torch.where(root, before_root >> TOKEN_FIELD, nearest.gather(1, above)) & TOKEN_MASK
+    return torch.where(root, before_root, ((further << TOKEN_FIELD) | nearest) & table.context_mask)
 
 
 def wins_its_row(

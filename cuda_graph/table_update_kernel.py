@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .retrieve_kernel import pair_place
-from .successor_table import HASH_MULTIPLIER, HASH_SHIFT, SuccessorTable
+from .retrieve_kernel import context_place
+from .successor_table import HASH_MULTIPLIER, HASH_SHIFT, TOKEN_FIELD, TOKEN_MASK, SuccessorTable
 from .top_successors import TopSuccessors
 
 RIVALS = 128
@@ -35,36 +35,66 @@ def _node(tokens_ptr, parents_ptr, table_index_ptr, node, there, vocab_size, num
 
 
 @triton.jit
-def _token_before(tokens_ptr, previous_ptr, node, parent, there, SLOTS: tl.constexpr):
-    """The token a node follows: its parent's, or for a root the one before it."""
+def _known_token(tokens_ptr, node, there, vocab_size, TOKEN_MASK: tl.constexpr):
+    """A node's token as it stands in a context: all bits set when it is unknown."""
+    token = tl.load(tokens_ptr + node, mask=there, other=-1)
+    return tl.where((token >= 0) & (token < vocab_size), token, -1) & TOKEN_MASK
+
+
+@triton.jit
+def _context(
+    tokens_ptr,
+    parents_ptr,
+    contexts_ptr,
+    node,
+    parent,
+    there,
+    vocab_size,
+    SLOTS: tl.constexpr,
+    CONTEXT_MASK: tl.constexpr,
+    FIELD: tl.constexpr,
+    TOKEN_MASK: tl.constexpr,
+):
+    """`table_update.node_contexts`: what stands before a node."""
+    first = node // SLOTS * SLOTS
     is_root = node % SLOTS == 0
-    slot = tl.minimum(tl.maximum(parent, 0), SLOTS - 1)
-    above = tl.load(tokens_ptr + node // SLOTS * SLOTS + slot, mask=there & (node % SLOTS > 0), other=-1)
-    previous = tl.load(previous_ptr + node // SLOTS, mask=there & is_root, other=-1)
-    return tl.where(is_root, previous, above)
+    of_root = tl.load(contexts_ptr + node // SLOTS, mask=there, other=-1)
+    above = tl.minimum(tl.maximum(parent, 0), SLOTS - 1)
+    nearest = _known_token(tokens_ptr, first + above, there & ~is_root, vocab_size, TOKEN_MASK)
+    parent_above = tl.load(parents_ptr + first + above, mask=there & ~is_root, other=0)
+    parent_above = tl.minimum(tl.maximum(parent_above, 0), SLOTS - 1)
+    further = _known_token(
+        tokens_ptr, first + parent_above, there & ~is_root & (above > 0), vocab_size, TOKEN_MASK
+    )
+    further = tl.where(above == 0, of_root & TOKEN_MASK, further)
+    context = ((further << FIELD) | nearest) & CONTEXT_MASK
+    return tl.where(is_root, of_root, context)
 
 
 @triton.jit
 def _write_kernel(
     table_tokens_ptr,  # [rows, K] int32
     table_probs_ptr,  # [rows, K] float16
-    pairs_ptr,  # [num_tables * ORDER2_ROWS + 1] int64
+    tags_ptr,  # [num_tables * CONTEXT_ROWS + 1] int64
     table_index_ptr,  # [batch] int64
     tokens_ptr,  # [batch, SLOTS] int64
     parents_ptr,  # [batch, SLOTS] int64
     depths_ptr,  # [batch, SLOTS] int64
-    previous_ptr,  # [batch] int64
+    contexts_ptr,  # [batch] int64
     accepted_ptr,  # [batch, SLOTS] bool
     ids_ptr,  # [batch * SLOTS, K] int32
     probs_ptr,  # [batch * SLOTS, K] float16
     nodes,
     vocab_size,
     num_tables,
-    first_order2_row,
+    first_context_row,
     SLOTS: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    ORDER2_ROWS: tl.constexpr,
+    CONTEXT_ROWS: tl.constexpr,
+    CONTEXT_MASK: tl.constexpr,
+    FIELD: tl.constexpr,
+    TOKEN_MASK: tl.constexpr,
     MULTIPLIER: tl.constexpr,
     SHIFT: tl.constexpr,
     RIVALS: tl.constexpr,
@@ -75,10 +105,13 @@ def _write_kernel(
     )
     row = index * vocab_size + token
     priority = _priority(accepted_ptr, depths_ptr, me, me >= 0)
-    before = _token_before(tokens_ptr, previous_ptr, me, parent, me >= 0, SLOTS)
-    pair = (before << 32) + token
-    place = pair_place(pair, index, ORDER2_ROWS, MULTIPLIER, SHIFT)
-    real2 = real & (before >= 0) & (before < vocab_size)
+    context = _context(
+        tokens_ptr, parents_ptr, contexts_ptr, me, parent, me >= 0, vocab_size,
+        SLOTS, CONTEXT_MASK, FIELD, TOKEN_MASK,
+    )  # fmt: skip
+    tag = (context << FIELD) + token
+    place = context_place(tag, index, CONTEXT_ROWS, MULTIPLIER, SHIFT)
+    real2 = real & (context >= 0)
 
     beaten = tl.zeros([], tl.int32)
     beaten2 = tl.zeros([], tl.int32)
@@ -91,12 +124,14 @@ def _write_kernel(
         better = rival_real & (_priority(accepted_ptr, depths_ptr, rival, there) < priority)
         same = rival_index * vocab_size + rival_token == row
         beaten += tl.sum((better & same).to(tl.int32), axis=0)
-        if ORDER2_ROWS > 0:
-            rival_before = _token_before(tokens_ptr, previous_ptr, rival, rival_parent, there, SLOTS)
-            rival_pair = (rival_before << 32) + rival_token
-            same = pair_place(rival_pair, rival_index, ORDER2_ROWS, MULTIPLIER, SHIFT) == place
-            known = (rival_before >= 0) & (rival_before < vocab_size)
-            beaten2 += tl.sum((better & same & known).to(tl.int32), axis=0)
+        if CONTEXT_ROWS > 0:
+            rival_context = _context(
+                tokens_ptr, parents_ptr, contexts_ptr, rival, rival_parent, there, vocab_size,
+                SLOTS, CONTEXT_MASK, FIELD, TOKEN_MASK,
+            )  # fmt: skip
+            rival_tag = (rival_context << FIELD) + rival_token
+            same = context_place(rival_tag, rival_index, CONTEXT_ROWS, MULTIPLIER, SHIFT) == place
+            beaten2 += tl.sum((better & same & (rival_context >= 0)).to(tl.int32), axis=0)
 
     lane = tl.arange(0, K_BLOCK)
     ids = tl.load(ids_ptr + me * K + lane, mask=lane < K, other=-1)
@@ -104,12 +139,12 @@ def _write_kernel(
     wins = real & (beaten == 0) & (lane < K)
     tl.store(table_tokens_ptr + row * K + lane, ids, mask=wins)
     tl.store(table_probs_ptr + row * K + lane, probs, mask=wins)
-    if ORDER2_ROWS > 0:
-        row2 = first_order2_row + place
+    if CONTEXT_ROWS > 0:
+        row2 = first_context_row + place
         wins2 = real2 & (beaten2 == 0) & (lane < K)
         tl.store(table_tokens_ptr + row2 * K + lane, ids, mask=wins2)
         tl.store(table_probs_ptr + row2 * K + lane, probs, mask=wins2)
-        tl.store(pairs_ptr + place, pair, mask=real2 & (beaten2 == 0))
+        tl.store(tags_ptr + place, tag, mask=real2 & (beaten2 == 0))
 
 
 def write_successors_triton(
@@ -118,7 +153,7 @@ def write_successors_triton(
     tokens: Tensor,  # [batch, slots] int64
     parents: Tensor,  # [batch, slots] int64
     depths: Tensor,  # [batch, slots] int64
-    previous_tokens: Tensor,  # [batch] int64
+    contexts: Tensor,  # [batch] int64
     accepted: Tensor,  # [batch, slots] bool
     best: TopSuccessors,  # of [batch * slots] rows
 ) -> None:
@@ -127,23 +162,26 @@ def write_successors_triton(
     _write_kernel[(nodes,)](
         table.tokens,
         table.probs,
-        table.pairs,
+        table.tags,
         table_index,
         tokens.contiguous(),
         parents.contiguous(),
         depths.contiguous(),
-        previous_tokens,
+        contexts,
         accepted.contiguous(),
         best.ids,
         best.probs,
         nodes,
         table.vocab_size,
         table.num_tables,
-        table.first_order2_row,
+        table.first_context_row,
         SLOTS=tokens.shape[1],
         K=table.k,
         K_BLOCK=triton.next_power_of_2(table.k),
-        ORDER2_ROWS=table.order2_rows,
+        CONTEXT_ROWS=table.context_rows,
+        CONTEXT_MASK=table.context_mask,
+        FIELD=TOKEN_FIELD,
+        TOKEN_MASK=TOKEN_MASK,
         MULTIPLIER=HASH_MULTIPLIER,
         SHIFT=HASH_SHIFT,
         RIVALS=RIVALS,

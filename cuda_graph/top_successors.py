@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import use_triton
+from .dispatch import host_op, use_triton
 
 BLOCK = 64
 ID_LIMIT = 2**31 - 1
@@ -41,7 +41,7 @@ def top_successors(
         from .top_successors_kernel import top_successors_triton
 
         return top_successors_triton(logits, k, vocab_size)
-    return top_successors_torch(logits, k, vocab_size)
+    return host_op(top_successors_torch)(logits, k, vocab_size)
 
 
 def top_successors_torch(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import use_triton
+from .dispatch import host_op, use_triton
 
 MAX_BITPACKED_SLOTS = 32
 
@@ -72,7 +72,7 @@ def tree_links(
         from .tree_links_kernel import tree_links_triton
 
         return tree_links_triton(parents, seq_lens, mask_mode, mask_out)
-    return tree_links_torch(parents, seq_lens, mask_mode, mask_out)
+    return host_op(tree_links_torch)(parents, seq_lens, mask_mode, mask_out)
 
 
 def tree_links_torch(

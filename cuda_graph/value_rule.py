@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dispatch import use_triton
+from .dispatch import host_op, use_triton
 
 DRAFT, TABLE = 0, 1
 
@@ -61,7 +61,7 @@ def value_weights(
         from .value_kernel import value_weights_triton
 
         return value_weights_triton(maps, source, depths, path_probs, tokens)
-    return value_weights_torch(maps, source, depths, path_probs, tokens)
+    return host_op(value_weights_torch)(maps, source, depths, path_probs, tokens)
 
 
 def value_weights_torch(

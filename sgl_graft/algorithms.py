@@ -1,7 +1,8 @@
 """Our algorithm names, and the engine names they run under.
 
-A name the engine knows keeps every feature the engine ties to it, so ``GRAFT`` is rewritten before
-resolution and remembered in the environment, which child processes inherit.
+A name the engine knows keeps every feature the engine ties to it, so ours are rewritten before
+resolution and remembered in the environment, which child processes inherit. SPECBLOCK has no such name: it
+is registered with the engine under its own.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ def selected_algorithm() -> str | None:
     return os.environ.get(ALGORITHM_VARIABLE) or None
 
 
-def rewrite(server_args: Any) -> None:
-    """Replace our algorithm name by the engine's.
+def register_selected() -> None:
+    """Make SPECBLOCK known to the engine in this process, where it was asked for."""
+    if selected_algorithm() == "SPECBLOCK":
+        from .specblock.algorithm import register
 
-    Raises:
-        ValueError: the algorithm is not available in this release of sgl_graft.
-    """
+        register()
+
+
+def rewrite(server_args: Any) -> None:
+    """Replace our algorithm name by the engine's, or make it known to the engine."""
     name = (server_args.speculative_algorithm or "").upper()
     if name == "GRAFT":
         os.environ[ALGORITHM_VARIABLE] = name
         server_args.speculative_algorithm = current_config().graft.base
-    elif name in ("BLOCKPILOT", "SPECBLOCK"):
-        raise ValueError(
-            f"--speculative-algorithm {name} is not part of this release of sgl_graft; "
-            "use GRAFT, EAGLE3 or EAGLE."
-        )
+    elif name == "BLOCKPILOT":
+        os.environ[ALGORITHM_VARIABLE] = name
+        server_args.speculative_algorithm = "DFLASH"
+    elif name == "SPECBLOCK":
+        os.environ[ALGORITHM_VARIABLE] = name
+        register_selected()
     else:
         os.environ.pop(ALGORITHM_VARIABLE, None)

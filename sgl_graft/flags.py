@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from .config import CONFIG_VARIABLE, load_config_text
@@ -34,18 +36,47 @@ def before_resolve(server_args: Any) -> None:
     """Turn an algorithm name of ours into the engine's own, and refuse what cannot work.
 
     Resolution happens once, in the process that was started by the user; children get the result.
+
+    Raises:
+        ValueError: what cannot work and what to do; a server command ends with that sentence alone.
     """
+    try:
+        _settle(server_args)
+    except ValueError as error:
+        if not _is_server_command():
+            raise
+        sys.exit(f"sgl_graft refuses to start: {error}")
+
+
+def _is_server_command() -> bool:
+    """Whether a person started this process by a command of SGLang's, who needs no traceback."""
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    return (main is not None and main.name == "sglang.launch_server") or Path(sys.argv[0]).name == "sglang"
+
+
+def _settle(server_args: Any) -> None:
     if any(getattr(server_args, state, False) for state in ("_resolution_finished", "_resolution_failed")):
         return
     from .algorithms import rewrite, selected_algorithm
     from .patches import require
-    from .plugin import patches_of
+    from .plugin import FEATURES, patches_of
     from .startup_checks import check_draft
 
     rewrite(server_args)
     if selected_algorithm():
-        require(patches_of("names", "graft"))  # load() did not know, when the name came from Python or a file
+        require(patches_of("names", *FEATURES))  # load() cannot know a name from Python or a file
         check_draft(server_args)
+        if selected_algorithm() == "BLOCKPILOT":
+            from .blockpilot.startup import check_blockpilot, settle_slots
+
+            settle_slots(server_args)
+            check_blockpilot(server_args)
+            return
+        if selected_algorithm() == "SPECBLOCK":
+            from .specblock.startup import check_specblock
+
+            check_specblock(server_args)
+            return
         from .graft.startup import check_graft
 
         check_graft(server_args)

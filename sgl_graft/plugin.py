@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 DISABLE_VARIABLE = "SGLGRAFT_DISABLE"
 ALGORITHMS = ("GRAFT", "BLOCKPILOT", "SPECBLOCK")
+FEATURES = ("graft", "blockpilot", "serving")  # of the patch table, where something of ours is asked for
 
 
 def disabled() -> bool:
@@ -54,11 +55,14 @@ def load() -> None:
     """
     if disabled():
         return
+    from .algorithms import register_selected
+
     asked = selected()
-    features = ("names", "graft") if asked else ("names",)
+    features = ("names", *FEATURES) if asked else ("names",)
     try:
         require(patches_of(*features))
         register(patches_of(*features, stage="load"))
+        register_selected()
     except ContractError as error:
         if asked:
             sys.exit(f"sgl_graft refuses to start: {error}")

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 # The others bring their draft inside the target's checkpoint, or need none.
 SEPARATE_DRAFT = ("EAGLE3", "STANDALONE", "DFLASH")
 # Their draft reads the target's hidden states, so its input has the target's width.
-READS_HIDDEN_STATES = ("EAGLE", "EAGLE3", "NEXTN")
+READS_HIDDEN_STATES = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
 
 
 def check_draft(args: Any) -> None:
@@ -78,7 +78,32 @@ def _compare(args: Any, algorithm: str, draft: Any, target: Any) -> None:
             f"the draft {path} is a whole language model ({architecture}), not an EAGLE-3 head. "
             "Use --speculative-algorithm STANDALONE with it, or name an EAGLE-3 draft."
         )
+    if algorithm == "DFLASH":
+        _compare_dflash(path, architecture, draft, target, remedy)
     _compare_context(args, draft, target)
+
+
+def _compare_dflash(path: str, architecture: str, draft: Any, target: Any, remedy: str) -> None:
+    """Upstream would fail on the first long prompt, or look up a mask that is another model's token."""
+    from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+    if "DFlash" not in architecture:
+        raise ValueError(
+            f"the draft {path} is a {architecture or 'model without an architecture'}, not a DFlash draft. "
+            "Name a DFlash draft, or use the algorithm that this draft was trained for."
+        )
+    config = parse_dflash_draft_config(draft_hf_config=draft)
+    if config.mask_token_id is not None and config.mask_token_id >= target.vocab_size:
+        raise ValueError(
+            f"the draft {path} masks with token {config.mask_token_id}, and the target's vocabulary has "
+            f"{target.vocab_size} tokens. {remedy}"
+        )
+    outside = [i for i in config.target_layer_ids or () if i >= target.num_hidden_layers]
+    if outside:
+        raise ValueError(
+            f"the draft {path} reads the target's layers {outside}, and the target has "
+            f"{target.num_hidden_layers}. {remedy}"
+        )
 
 
 def _compare_context(args: Any, draft: Any, target: Any) -> None:
@@ -95,3 +120,21 @@ def _compare_context(args: Any, draft: Any, target: Any) -> None:
         f"context of {served}. Start it with --context-length {reach}, or use a draft made for {served} "
         "positions."
     )
+
+
+# They can only go forward, and a verify masks the nodes of a tree by going down its paths and back.
+NO_ROLLBACK = ("outlines",)
+
+
+def check_shared(args: Any, algorithm: str) -> None:
+    """What none of our algorithms can run with.
+
+    Raises:
+        ValueError: with the value and the remedy.
+    """
+    backend = args.grammar_backend
+    if backend in NO_ROLLBACK:
+        raise ValueError(
+            f"{algorithm} cannot run with --grammar-backend {backend}: it cannot go back over rejected "
+            "tokens. Use xgrammar or llguidance, or none to refuse grammars"
+        )

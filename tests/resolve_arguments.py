@@ -3,6 +3,9 @@
 Importing SGLang takes longer than everything else, so one process imports it and forks for each case.
 Case and answer are JSON objects: ``{"argv": [...], "env": {...}}`` in; ``{"code", "message", "algorithm",
 "warnings"}`` out. A code of None means that the server would have gone on to load the model.
+
+``{"argvs": [[...], ...], "fields": [...]}`` only parses, all in one fork: the answer is a list of ``{"code",
+"stderr", "parsed"}``, the last with the named arguments.
 """
 
 import contextlib
@@ -47,6 +50,22 @@ def resolve(argv: list[str]) -> dict[str, Any]:
     return answer
 
 
+def parse_all(argvs: list[list[str]], fields: list[str]) -> list[dict[str, Any]]:
+    load_plugins()
+    answers = []
+    for argv in argvs:
+        os.environ.pop("SGLGRAFT_CONFIG", None)  # left by the flag's action of the case before
+        errors, answer = io.StringIO(), {"code": None}
+        with contextlib.redirect_stderr(errors):
+            try:
+                args = prepare_server_args(argv)
+                answer["parsed"] = {name: getattr(args, name) for name in fields}
+            except SystemExit as stop:
+                answer["code"] = stop.code
+        answers.append(answer | {"stderr": errors.getvalue()})
+    return answers
+
+
 def main() -> None:
     assert current_platform.device_name  # chosen before the fork
     for line in sys.stdin:
@@ -55,9 +74,12 @@ def main() -> None:
         if os.fork() == 0:
             os.close(reader)
             os.environ.update(case.get("env", {}))
-            sys.argv[1:] = case["argv"]
             with os.fdopen(writer, "w") as out:
-                json.dump(resolve(case["argv"]), out)
+                if "argvs" in case:
+                    json.dump(parse_all(case["argvs"], case["fields"]), out)
+                else:
+                    sys.argv[1:] = case["argv"]
+                    json.dump(resolve(case["argv"]), out)
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as answer:

@@ -17,11 +17,11 @@ def test_an_empty_configuration_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{grafft: {}}", "unknown key 'grafft'; allowed here: graft"),
+        ("{grafft: {}}", "unknown key 'grafft'; allowed here: blockpilot, graft, specblock"),
         ("{graft: {rul: value}}", "unknown key 'graft.rul'; allowed here: "),
         (
             "{graft: {table: {rows: 3}}}",
-            "unknown key 'graft.table.rows'; allowed here: order2_rows, path, ",
+            "unknown key 'graft.table.rows'; allowed here: context_len, context_rows, folder, groups, path, ",
         ),
         ("{graft: {rule: magic}}", "graft.rule: Input should be 'value' or 'staged' (got 'magic')"),
         (

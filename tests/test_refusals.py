@@ -136,19 +136,89 @@ def test_draft_that_reaches_less_far_than_the_server(resolver: Resolver, tmp_pat
     assert allowed["code"] is None, allowed
 
 
-@pytest.mark.parametrize("algorithm", ["BLOCKPILOT", "SPECBLOCK"])
-def test_what_is_not_in_this_release(resolver: Resolver, algorithm: str) -> None:
-    refused(
-        resolver.tree(algorithm=algorithm),
-        algorithm,
-        "not part of this release",
-        "use GRAFT, EAGLE3 or EAGLE",
-    )
+SPECBLOCK = TARGET | {
+    "architectures": ["LlamaForCausalLMSpecBlockShift"],
+    "num_hidden_layers": 2,
+    "draft_vocab_size": 64,
+    "diffspec_draft_token_num": 4,
+    "rank_classes": 4,
+}
+
+
+def specblock(resolver: Resolver, folder: Path, *argv: str, **changes: Any) -> dict[str, Any]:
+    draft = write_model(folder / "d", SPECBLOCK | changes)
+    return resolver("--speculative-algorithm", "SPECBLOCK", "--speculative-draft-model-path", draft, *argv)
+
+
+def test_specblock_passes_under_its_own_name(resolver: Resolver, tmp_path: Path) -> None:
+    answer = specblock(resolver, tmp_path)
+    assert answer["code"] is None, answer
+    assert answer["algorithm"] == answer["graft"] == "SPECBLOCK"
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "reason"), [("NGRAM", "kernel library"), ("DFLASH", "non-causal"), ("UNO", "CUDA only")]
+    ("argv", "changes", "words"),
+    [
+        (("--speculative-adaptive",), {}, ("--speculative-adaptive", "Leave the flag out")),
+        (("--speculative-draft-window-size", "64"), {}, ("--speculative-draft-window-size",)),
+        (("--speculative-num-steps", "2"), {}, ("--speculative-num-steps", "specblock.blocks")),
+        (("--speculative-num-draft-tokens", "1"), {}, ("--speculative-num-draft-tokens 1", "2 or more")),
+        ((), {"diffspec_draft_token_num": None}, ("diffspec_draft_token_num",)),
+        ((), {"vocab_size": 1024}, ("vocabulary of 1024", "trained for")),
+        ((), {"architectures": ["LlamaForCausalLMEagle3"]}, ("not a SpecBlock draft",)),
+    ],
 )
+def test_specblock_refusals(
+    resolver: Resolver, tmp_path: Path, argv: tuple[str, ...], changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    refused(specblock(resolver, tmp_path, *argv, **changes), *words)
+
+
+DFLASH = TARGET | {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 1,
+    "num_target_layers": 4,
+    "block_size": 6,
+    "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 2]},
+}
+
+
+def dflash(resolver: Resolver, folder: Path, *argv: str, **changes: Any) -> dict[str, Any]:
+    draft = write_model(folder / "d", DFLASH | changes)
+    return resolver("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft, *argv)
+
+
+@pytest.mark.parametrize("argv", [(), ("--speculative-num-draft-tokens", "12")])
+def test_dflash_passes_at_any_block_size(resolver: Resolver, tmp_path: Path, argv: tuple[str, ...]) -> None:
+    answer = dflash(resolver, tmp_path, *argv)
+    assert answer["code"] is None, answer
+    assert answer["algorithm"] == "DFLASH"
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"hidden_size": 32}, ("hidden states of 32", "makes 64")),
+        (
+            {"dflash_config": {"mask_token_id": 512, "target_layer_ids": [1]}},
+            ("masks with token 512", "vocabulary has 512"),
+        ),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 7]}},
+            ("layers [7]", "the target has 4"),
+        ),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, ("LlamaForCausalLMEagle3", "not a DFlash draft")),
+        ({"max_position_embeddings": 128}, ("128 positions", "--context-length 128")),
+    ],
+)
+def test_dflash_draft_of_another_target(
+    resolver: Resolver, tmp_path: Path, changes: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    refused(dflash(resolver, tmp_path, **changes), *parts)
+
+
+@pytest.mark.parametrize(("algorithm", "reason"), [("NGRAM", "kernel library"), ("UNO", "CUDA only")])
 def test_what_cannot_run_on_a_cpu(resolver: Resolver, algorithm: str, reason: str) -> None:
     answer = resolver("--speculative-algorithm", algorithm, "--speculative-draft-model-path", resolver.draft)
     refused(answer, "cannot run on a CPU", reason, "Use one of EAGLE, EAGLE3")
@@ -186,6 +256,11 @@ def test_bad_configuration(resolver: Resolver, text: str, expected: str) -> None
     answer = resolver.tree("--graft-config", text, algorithm="GRAFT")
     refused(answer, expected)
     assert answer["code"] == 2
+
+
+def test_a_verify_rule_that_a_cpu_does_not_have(resolver: Resolver) -> None:
+    answer = resolver.tree("--graft-config", '{"graft": {"verify": "target_only"}}', algorithm="GRAFT")
+    refused(answer, "graft.verify target_only is a rule for GPUs", "Leave graft.verify out")
 
 
 def test_switched_off_its_names_are_unknown(resolver: Resolver) -> None:

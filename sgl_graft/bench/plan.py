@@ -35,10 +35,13 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    ignore_eos: bool = False
 
     def params(self, temperature: float, seed: int) -> dict[str, Any]:
         """`sampling_params` of one request; the seed makes T > 0 comparable between variants."""
         params: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": temperature}
+        if self.ignore_eos:
+            params["ignore_eos"] = True
         if temperature > 0:
             params |= {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "sampling_seed": seed}
         return params

@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 
 from sgl_graft.bench.recording import Answer, Recording, Shape
+from sgl_graft.config import GraftConfig, TableConfig
 from sgl_graft.cuda_graph.chain import GraftChain
 from sgl_graft.cuda_graph.eagle_tree import DraftPool, stock_tree
 from sgl_graft.cuda_graph.gate import entropy_confidence, path_confidence, staged_gate
 from sgl_graft.cuda_graph.prompt_update import observe_prompt
 from sgl_graft.cuda_graph.stages import StagePlan, custom_stage_plan, paper_stage_plan
-from sgl_graft.cuda_graph.successor_table import SuccessorTable
+from sgl_graft.cuda_graph.successor_table import SuccessorTable, contexts_within
 from sgl_graft.cuda_graph.table_update import write_successors
-from sgl_graft.cuda_graph.templates import assumed_rank_prior, template_for_budget
+from sgl_graft.cuda_graph.templates import template_for_budget
 from sgl_graft.cuda_graph.top_successors import TopSuccessors
 from sgl_graft.cuda_graph.value_rule import ValueMaps
+from sgl_graft.graft.shape import VALUE_ENVELOPE, rank_prior
 
 Rule = Literal["eagle", "table", "split", "prune", "staged", "value"]
 PAPER_THRESHOLDS = (0.14, 0.14, 0.49)
 ENTROPY_THRESHOLD = 0.7  # SVIP stops when the square root of 0.15 times the entropy exceeds 0.3
-VALUE_ENVELOPE = 48
 PAPER_DEPTH, PAPER_WIDTH = 9, 8
 SPLIT_DRAFT_SHARE = 24 / 60  # the paper's middle stage, whatever the gate would say
 
@@ -42,11 +43,14 @@ class Setting:
     gate: Literal["path", "entropy"] = "path"
     checkpoints: Literal["paper", "every", "root"] = "paper"
     row_width: int = 8
-    order2_rows: int = 65536
+    context_rows: int = 65536
+    context_len: int = 3
     seed_prompts: bool = True
     warm_up: int = 0  # answers to other prompts met before the first one
     depth: int | None = None  # levels of the retrieval template
     template_width: int | None = None  # ranks the template may use
+    calibrated: bool = True  # else probabilities are taken as they are
+    scope: Literal["shared", "request"] = "shared"  # request: every answer starts with an empty table
 
     @property
     def uses_table(self) -> bool:
@@ -86,10 +90,12 @@ class Replay:
         self.setting = setting
         self.plan = stage_plan(setting, shape.steps)
         self.chain = GraftChain.create(self.plan, shape.topk, shape.steps)
-        self.maps = calibrated.maps
+        self.maps = calibrated.maps if setting.calibrated else ValueMaps.identity(1)
         self.thresholds = torch.tensor([self._threshold(d, calibrated) for d in self.plan.checkpoints])
-        order2_rows = setting.order2_rows if setting.uses_table else 0
-        self.table = SuccessorTable.create(vocab_size, setting.row_width, 1, order2_rows)
+        context_rows = setting.context_rows if setting.uses_table else 0
+        self.table = SuccessorTable.create(
+            vocab_size, setting.row_width, 1, context_rows, setting.context_len
+        )
 
     def _threshold(self, depth: int, calibrated: Calibrated) -> float:
         if self.setting.gate == "entropy":
@@ -97,29 +103,47 @@ class Replay:
         place = min(self.plan.checkpoints.index(depth), len(PAPER_THRESHOLDS) - 1)
         return calibrated.thresholds.get(depth, PAPER_THRESHOLDS[place])
 
+    def run_all(self, recording: Recording, warm_up: Sequence[Answer] = ()) -> list[Replayed]:
+        """All answers in order; at each data set the table starts empty or warmed up, as in a bench cell."""
+        results: list[Replayed] = []
+        at: str | None = None
+        for (dataset, index), answer in zip(recording.names, recording.answers, strict=True):
+            if dataset != at:
+                at = dataset
+                self.table.clear()
+                for number, met in enumerate(warm_up):
+                    self.run("warm-up", number, met)
+            if self.setting.scope == "request":
+                self.table.clear()
+            if len(answer.tokens) > 1:
+                results.append(self.run(dataset, index, answer))
+        return results
+
     def run(self, dataset: str, index: int, answer: Answer) -> Replayed:
         if self.setting.uses_table and self.setting.seed_prompts:
             self._observe(answer.prompt)
         truth = answer.tokens.tolist()
-        previous, position, rounds = int(answer.prompt[-1]), 0, 0
+        contexts = contexts_within(self.table, torch.cat([answer.prompt, answer.tokens]))
+        contexts = contexts[len(answer.prompt) :]  # [n], what stands before each root
+        position, rounds = 0, 0
         while position + 1 < len(truth):
             root = answer.tokens[position : position + 1]
-            tokens, parents, depths = self._grow(answer.pool(position), root, torch.tensor([previous]))
-            path = _accepted_path(tokens[0].tolist(), parents[0].tolist(), truth[position + 1 :])
+            context = contexts[position : position + 1]
+            tokens, parents, depths = self._grow(answer.pool(position), root, context)
+            path = accepted_path(tokens[0].tolist(), parents[0].tolist(), truth[position + 1 :])
             if self.setting.uses_table:
-                self._learn(answer, position, tokens, parents, depths, path, previous)
+                self._learn(answer, position, tokens, parents, depths, path, context)
             num_committed = min(len(path), len(truth) - 1 - position)  # the root's slot stands for the bonus
             rounds += 1
-            previous = truth[position + num_committed - 1]
             position += num_committed
         return Replayed(dataset, index, len(truth) - 1, rounds)
 
-    def _grow(self, pool: DraftPool, root: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _grow(self, pool: DraftPool, root: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, parents and depths of the tree to verify, each [1, slots]."""
         if self.setting.rule == "eagle":
             tokens, parents = stock_tree(pool, root, self.setting.slots)
             return tokens, parents, torch.zeros_like(tokens)
-        retrieved = self.chain.retrieve(self.table, torch.zeros_like(root), root, previous)
+        retrieved = self.chain.retrieve(self.table, torch.zeros_like(root), root, context)
         if self.setting.rule == "value":
             tree = self.chain.graft_value(pool, retrieved, root, self.maps)
         else:
@@ -135,9 +159,10 @@ class Replay:
         return staged_gate(confidence, self.plan.checkpoints, self.thresholds)
 
     def _observe(self, prompt: Tensor) -> None:
-        unknown = prompt.new_full((1,), -1)
-        before, after = torch.cat([unknown, prompt[:-1]]), torch.cat([prompt[1:], unknown])
-        observe_prompt(self.table, torch.zeros_like(prompt), before, prompt, after)
+        after = torch.cat([prompt[1:], prompt.new_full((1,), -1)])
+        observe_prompt(
+            self.table, torch.zeros_like(prompt), contexts_within(self.table, prompt), prompt, after
+        )
 
     def _learn(
         self,
@@ -147,7 +172,7 @@ class Replay:
         parents: Tensor,
         depths: Tensor,
         path: Sequence[int],
-        previous: int,
+        context: Tensor,  # [1]
     ) -> None:
         """Write what the target would have said after each node, as far as the recording knows it."""
         width, slots = self.table.k, tokens.shape[1]
@@ -175,7 +200,7 @@ class Replay:
             visible,
             parents,
             depths,
-            torch.tensor([previous]),
+            context,
             accepted,
             TopSuccessors(ids, probs),
         )
@@ -184,8 +209,10 @@ class Replay:
 def stage_plan(setting: Setting, steps: int) -> StagePlan:
     """The stage table of a setting, on the paper's proportions."""
     slots = setting.slots
-    prior = assumed_rank_prior(min(setting.template_width or setting.row_width, setting.row_width))
-    depth = max(steps, min(setting.depth or PAPER_DEPTH, slots - 1))
+    width = min(setting.template_width or setting.row_width, setting.row_width)
+    served_as: Literal["value", "staged"] = "value" if setting.rule == "value" else "staged"
+    prior = rank_prior(GraftConfig(rule=served_as, table=TableConfig(row_width=width)))
+    depth = setting.depth or max(steps, min(PAPER_DEPTH, slots - 1))
     if len(prior) < PAPER_WIDTH and depth == PAPER_DEPTH:
         depth += 1  # the paper's own templates, used at its depth and 60 slots, need eight ranks
     if setting.rule in ("table", "split"):
@@ -205,7 +232,7 @@ def stage_plan(setting: Setting, steps: int) -> StagePlan:
     return plan.prune_only() if setting.rule == "prune" else plan
 
 
-def _accepted_path(tokens: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> list[int]:
+def accepted_path(tokens: Sequence[int], parents: Sequence[int], truth: Sequence[int]) -> list[int]:
     """Slots of the accepted path, root first; its length is what the round commits, bonus included."""
     path = [0]
     for token in truth:
@@ -239,23 +266,12 @@ def replay(
     calibrated: Calibrated,
     warm_up: Recording | None = None,
 ) -> list[Replayed]:
-    """All answers in order; the table starts empty (or warmed up) at each data set, as in a bench cell."""
-    if setting.warm_up and (warm_up is None or len(warm_up.answers) < setting.warm_up):
-        have = 0 if warm_up is None else len(warm_up.answers)
+    """One setting over a recording; see `Replay.run_all`."""
+    have = 0 if warm_up is None else len(warm_up.answers)
+    if have < setting.warm_up:
         raise ValueError(f"{setting.name} warms up on {setting.warm_up} answers, the recording has {have}")
     runner = Replay(setting, recording.shape, recording.vocab_size, calibrated)
-    results: list[Replayed] = []
-    at: str | None = None
-    for (dataset, index), answer in zip(recording.names, recording.answers, strict=True):
-        if dataset != at:
-            at = dataset
-            runner.table.clear()
-            for number in range(setting.warm_up):
-                assert warm_up is not None
-                runner.run("warm-up", number, warm_up.answers[number])
-        if len(answer.tokens) > 1:
-            results.append(runner.run(dataset, index, answer))
-    return results
+    return runner.run_all(recording, warm_up.answers[: setting.warm_up] if warm_up else ())
 
 
 def loops(tokens: Iterable[int], size: int = 8, times: int = 3) -> bool:

@@ -2,15 +2,19 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import random
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 import httpx
 import psutil
@@ -20,6 +24,7 @@ from sgl_graft.cli.serve import launch_command
 
 LOG_TAIL_LINES = 40
 STOP_GRACE_S = 15.0
+SERVER_PORTS = (20000, 30000)  # below 30000, `make serve`'s, and Linux's ephemeral range from 32768 on
 PR_SET_PDEATHSIG = 1
 
 
@@ -151,6 +156,32 @@ def _die_with_parent() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing uses, and that the kernel will not hand to an outgoing connection either.
+
+    A server takes seconds to bind the port it was given. A port out of the ephemeral range could meanwhile
+    become the local end of somebody's connection, and the server would die of it.
+    """
+    while True:
+        port = random.randrange(*SERVER_PORTS)
+        if not _claim(port):
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+_claimed: dict[int, IO[str]] = {}  # held as long as this process lives
+
+
+def _claim(port: int) -> bool:
+    """Whether this process may use the port: another one may have chosen it and not bound it yet."""
+    folder = Path(tempfile.gettempdir()) / f"sgl_graft_ports_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = (folder / str(port)).open("w", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return False
+    _claimed[port] = file
+    return True

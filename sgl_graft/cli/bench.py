@@ -156,50 +156,77 @@ def code_prompts(
 
 @app.command("record")
 def record(
-    journal: Annotated[Path, typer.Option(help="Journal of a T = 0 bench with a `none` variant.")],
-    prompts: Annotated[str, typer.Option(help="The JSONL files of that bench, comma-separated.")],
     output: Annotated[Path, typer.Option(help="Recording to write (.safetensors).")],
+    journal: Annotated[
+        Path | None, typer.Option(help="Journal of a T = 0 bench with a `none` variant.")
+    ] = None,
+    prompts: Annotated[str, typer.Option(help="The JSONL files of that bench, comma-separated.")] = "",
+    dialogues: Annotated[
+        Path | None, typer.Option(help="Instead: training dialogues (a file, or a folder of shards).")
+    ] = None,
     target: Annotated[Path | None, typer.Option(help="Its target (default: embedded).")] = None,
     draft: Annotated[Path | None, typer.Option(help="EAGLE-3 draft (default: the one that ships).")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Rows per file, as in that bench.")] = 10,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="Rows per file, as in that bench; dialogues in all.")
+    ] = 10,
     variant: Annotated[str, typer.Option(help="Whose answers to record.")] = "none",
     steps: Annotated[int, typer.Option(min=1, help="Draft steps.")] = 5,
     topk: Annotated[int, typer.Option(min=1, help="Branches per step.")] = 4,
-    slots: Annotated[int, typer.Option(min=2, help="Slots of the stock tree looked up in the target.")] = 16,
+    slots: Annotated[
+        int,
+        typer.Option(min=2, help="Slots of the stock tree whose nodes are looked up in the target."),
+    ] = 16,
 ) -> None:
-    """Record what a draft proposes along known greedy answers, for `bench ablation` to replay."""
+    """Record what a draft proposes along known greedy answers, for `bench ablation` to replay.
+
+    The same command again continues where it stopped.
+    """
     from rich.progress import track
     from transformers import AutoModelForCausalLM
 
-    from sgl_graft.bench import recording
+    from sgl_graft.bench import recorder as work
+    from sgl_graft.bench.answers import dialogue_answers, greedy_answers
     from sgl_graft.bench.prompts import load_datasets, load_tokenizer
+    from sgl_graft.bench.recording import Shape
     from sgl_graft.bench.records import read_records
     from sgl_graft.cli.serve import embedded_draft, embedded_target
+    from sgl_graft.draft_training.dialogues import load_all
     from sgl_graft.draft_training.eagle3_recipe import load_eagle3
 
     if target is not None and draft is None:
         raise ValueError(f"--draft: name the EAGLE-3 draft trained for {target}")
     folder = target or embedded_target()
-    files = [Path(part.strip()) for part in prompts.split(",") if part.strip()]
-    datasets = load_datasets(files, num_prompts, load_tokenizer(folder))
-    asked = {dataset.name: dataset.prompts for dataset in datasets}
-    answers = recording.greedy_answers(read_records(journal), variant, asked)
-    shape = recording.Shape(steps, topk, slots)
+    if dialogues is not None:
+        answers = dialogue_answers(load_all([dialogues]), num_prompts)
+    elif journal is not None and prompts:
+        files = [Path(part.strip()) for part in prompts.split(",") if part.strip()]
+        datasets = load_datasets(files, num_prompts, load_tokenizer(folder))
+        asked = {dataset.name: dataset.prompts for dataset in datasets}
+        answers = greedy_answers(read_records(journal), variant, asked)
+    else:
+        raise ValueError("name the answers to record: --journal with --prompts, or --dialogues")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    recorder = recording.Recorder(model, *load_eagle3(draft or embedded_draft("EAGLE3")), shape)
-    recording.record_all(recorder, track(answers, "recording")).save(output)
+    pair = load_eagle3(draft or embedded_draft("EAGLE3"))
+    recorder = work.Recorder(model, *pair, Shape(steps, topk, slots))
+    progress = track(answers, "recording")
+    work.record_all(recorder, progress, output, cut=dialogues is not None)
     typer.echo(output)
 
 
 @app.command("ablation")
 def ablation(
-    recording: Annotated[Path, typer.Option(help="What `bench record` wrote.")],
+    recording: Annotated[str, typer.Option(help="What `bench record` wrote, comma-separated.")],
     output: Annotated[Path, typer.Option(help="Result (.json); table (.md) and plot (.png) lie beside it.")],
     slots: Annotated[str, typer.Option(help="Verify slots, comma-separated.")] = "16,60",
     only: Annotated[str, typer.Option(help="Names of settings, comma-separated (default: all).")] = "",
-    warm_up: Annotated[Path | None, typer.Option(help="Recording of other prompts to warm up on.")] = None,
+    warm_up: Annotated[str, typer.Option(help="Recordings of other prompts to warm up on.")] = "",
     calibration: Annotated[Path | None, typer.Option(help="What `sgl-graft calibrate` wrote.")] = None,
-    anchors: Annotated[Path | None, typer.Option(help="A real bench to hold equal names against.")] = None,
+    anchors: Annotated[
+        str, typer.Option(help="Real benches to hold equal names against, comma-separated.")
+    ] = "",
+    docs: Annotated[
+        Path | None, typer.Option(help="Folder for table and plot (default: beside the result).")
+    ] = None,
 ) -> None:
     """Replay every part of GRAFT on and off. The same command again continues where it stopped."""
     import json
@@ -207,13 +234,16 @@ def ablation(
     from rich.progress import Progress
 
     from sgl_graft.bench import ablation as work
+    from sgl_graft.bench import ablation_report as report
     from sgl_graft.bench.plan import parse_numbers
     from sgl_graft.bench.recording import Recording
+    from sgl_graft.cpu import tree_kernels
 
     if output.suffix != ".json":
         raise ValueError(f"--output {output}: name a .json file")
-    recorded = Recording.load(recording)
-    warm = None if warm_up is None else Recording.load(warm_up)
+    tree_kernels.register()  # the same results as the references, in half the time
+    recorded = Recording.load_all(recording)
+    warm = Recording.load_all(warm_up) if warm_up else None
     sizes = parse_numbers("--slots", slots, int, 2)
     chosen = work.choose_settings(sizes, only, recorded, warm)
     with Progress() as progress:
@@ -226,13 +256,36 @@ def ablation(
             warm,
             lambda setting: progress.update(task, advance=1, description=setting.name),
         )
-    table = work.markdown(result)
-    output.with_suffix(".md").write_text(table, encoding="utf-8")
-    work.plot_ablation(result, output.with_suffix(".png"))
+    table = "\n".join(filter(None, (report.markdown(result), report.warm_up_markdown(result))))
+    for file in filter(None, (part.strip() for part in anchors.split(","))):
+        served = json.loads(Path(file).read_text(encoding="utf-8"))
+        table += "\n" + report.anchor_markdown(result, served, sizes)
+    place = (docs or output.parent) / output.stem
+    place.with_suffix(".md").write_text(table, encoding="utf-8")
+    report.plot_ablation(result, place.with_suffix(".png"))
     typer.echo(table)
-    if anchors is not None:
-        served = json.loads(anchors.read_text(encoding="utf-8"))
-        for size in sizes:
-            for anchor in work.check_anchors(result, served, size):
-                verdict = "agrees" if anchor["agrees"] else "DIFFERS"
-                typer.echo(f"{size} slots {anchor['name']}: {anchor['difference']:+.1%}, {verdict}: {anchor}")
+
+
+@app.command("thresholds")
+def thresholds(
+    fit: Annotated[str, typer.Option(help="Recordings to fit on, comma-separated.")],
+    recording: Annotated[str, typer.Option(help="Recordings to test on, comma-separated.")],
+    output: Annotated[Path, typer.Option(help="Result (.json); its table (.md) lies beside it.")],
+    rows: Annotated[str, typer.Option(help="Rows to fit on, counted from 1.")] = "11-40",
+    slots: Annotated[int, typer.Option(min=2, help="Verify slots.")] = 16,
+) -> None:
+    """Fit gate thresholds on each prompt file and test them on the others. Nothing fitted is kept."""
+    import json
+
+    from sgl_graft.bench.recording import Recording
+    from sgl_graft.bench.threshold_spread import markdown, threshold_spread
+
+    first, _, last = rows.partition("-")
+    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
+        raise ValueError(f"--rows {rows}: write the first and the last, as in 11-40")
+    fitted_on, tested_on = Recording.load_all(fit), Recording.load_all(recording)
+    result = threshold_spread(fitted_on, tested_on, (int(first), int(last)), slots)
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    table = markdown(result)
+    output.with_suffix(".md").write_text(table, encoding="utf-8")
+    typer.echo(table)

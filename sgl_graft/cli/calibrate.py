@@ -1,9 +1,12 @@
 """`sgl-graft calibrate`: fit GRAFT to one draft and target."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..graft.calibration import Calibration
 
 app = typer.Typer(add_completion=False)
 
@@ -15,6 +18,10 @@ def calibrate(
         list[Path] | None,
         typer.Option(help="JSONL of training prompts (default: those of the shipped dialogues)."),
     ] = None,
+    recording: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead of serving: recorded training answers (`bench record --dialogues`)."),
+    ] = None,
     target: Annotated[Path | None, typer.Option(help="Model folder (default: the embedded model).")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft folder (default: the one that ships).")] = None,
     num_prompts: Annotated[int, typer.Option(help="Prompts in all, or per file.")] = 100,
@@ -25,12 +32,21 @@ def calibrate(
     topk: Annotated[int | None, typer.Option(help="Branches per step.")] = None,
     slots: Annotated[int | None, typer.Option(help="Slots verified per round.")] = None,
 ) -> None:
-    """Serve training prompts once and write what the `value` rule needs to weigh draft against table."""
+    """Serve training prompts once, or replay recorded ones, and write what both rules choose by."""
     from rich.progress import Progress
 
     from ..graft.calibrate import calibrate as run
+    from ..graft.calibrate import calibrate_offline
     from .serve import TreeSettings, embedded_draft, embedded_target
 
+    if recording:
+        from ..cpu import tree_kernels
+
+        tree_kernels.register()
+        fitted = calibrate_offline(recording, (target or embedded_target()).name, output)
+        _print_gates(fitted)
+        typer.echo(f"{output}: fitted on {fitted.rounds} rounds")
+        return
     with Progress() as progress:
         task = progress.add_task("calibrating", total=num_prompts * max(len(prompts or ()), 1))
         fitted = run(
@@ -45,4 +61,20 @@ def calibrate(
             output=output,
             on_done=lambda: progress.advance(task),
         )
+    _print_gates(fitted)
     typer.echo(f"{output}: fitted on {fitted.rounds} rounds")
+
+
+def _print_gates(fitted: "Calibration") -> None:
+    """What confidence is worth at each draft depth; `staged` looks at the marked ones."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..cuda_graph.stages import scaled_checkpoints
+
+    used = scaled_checkpoints(fitted.steps) if fitted.steps else ()
+    table = Table("depth", "AUC of confidence", "threshold", "checkpoint")
+    for depth, threshold in sorted(fitted.thresholds.items()):
+        mark = "yes" if depth in used else ""
+        table.add_row(str(depth), f"{fitted.auc.get(depth, 0.0):.3f}", f"{threshold:.2f}", mark)
+    Console().print(table)

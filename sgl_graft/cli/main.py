@@ -19,6 +19,9 @@ COMMANDS = {
     "models": LazyCommand("models", "app", "Fetch, convert and locate the embedded models."),
     "train": LazyCommand("train", "app", "Train a draft for a target model."),
     "calibrate": LazyCommand("calibrate", "app", "Fit GRAFT's acceptance maps to a draft and its target."),
+    "calibrate-load": LazyCommand(
+        "calibrate_load", "calibrate_load", "Measure where GRAFT's load cap lies on this machine."
+    ),
     "forget": LazyCommand("forget", "forget", "Delete a successor table that a server saved."),
     "doctor": LazyCommand("doctor", "doctor", "Check versions, patch set and entry points."),
 }

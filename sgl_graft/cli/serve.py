@@ -4,11 +4,13 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from sgl_graft.serving.secrets import masked
 
 app = typer.Typer(add_completion=False)
 
@@ -41,6 +43,7 @@ ALGORITHMS = {
     "BLOCKPILOT": AlgorithmDefaults(embedded_draft="dflash"),
     "SPECBLOCK": AlgorithmDefaults(embedded_draft="specblock"),
 }
+NAMES = ", ".join(ALGORITHMS)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,20 @@ class TreeSettings:
     topk: int | None = None
     slots: int | None = None
     config: Path | None = None  # --graft-config
+
+
+# What `sgl-graft serve` builds on a CPU unless told otherwise. Every slot costs arithmetic there, and the
+# successor table makes up for draft steps: the fastest of the trees measured (docs/measurements.md, 2.3). A
+# bench compares algorithms at equal shapes and does not look here.
+CPU_TREES = {"GRAFT": TreeSettings(steps=2, topk=4, slots=8)}
+
+
+def tree_to_serve(algorithm: str, given: TreeSettings, device: str) -> TreeSettings:
+    """The tree that was asked for, else what suits the machine."""
+    asked = any(value is not None for value in (given.steps, given.topk, given.slots))
+    if asked or device != "cpu" or algorithm not in CPU_TREES:
+        return given
+    return replace(CPU_TREES[algorithm], config=given.config)
 
 
 def algorithm_defaults(algorithm: str) -> AlgorithmDefaults:
@@ -135,7 +152,9 @@ def _tree_args(defaults: AlgorithmDefaults, tree: TreeSettings) -> list[str]:
 @app.command(context_settings={"allow_extra_args": True})
 def serve(
     context: typer.Context,
-    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}.")] = "GRAFT",
+    algorithm: Annotated[
+        str, typer.Option(help=f"One of {', '.join(ALGORITHMS)}; NGRAM needs a GPU.")
+    ] = "GRAFT",
     target: Annotated[Path | None, typer.Option(help="Model folder (default: the embedded model).")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft folder (default: the one that ships).")] = None,
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
@@ -148,16 +167,17 @@ def serve(
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda when present).")] = None,
 ) -> None:
     """Start the server. What follows `--` goes to SGLang as it is."""
+    device = device or ("cuda" if has_cuda() else "cpu")
     args = default_server_args(
         algorithm,
         target=target,
         draft=draft,
-        tree=TreeSettings(steps, topk, slots, graft_config),
+        tree=tree_to_serve(algorithm, TreeSettings(steps, topk, slots, graft_config), device),
         dtype=dtype,
         device=device,
     )
     command = launch_command([*args, "--host", host, "--port", str(port), *context.args])
-    typer.secho(shlex.join(command), fg=typer.colors.CYAN, err=True)
+    typer.secho(shlex.join(masked(command)), fg=typer.colors.CYAN, err=True)
     os.execv(command[0], command)
 
 

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
+from sgl_graft.cli.train_blockpilot import train_blockpilot, train_blockpilot_tail
+from sgl_graft.cli.train_dflash import train_dflash
+from sgl_graft.cli.train_inputs import target_and_data
+from sgl_graft.cli.train_specblock import train_specblock
+
 app = typer.Typer(help="Generate on-policy data and train drafts.", no_args_is_help=True)
+app.command("dflash")(train_dflash)
+app.command("specblock")(train_specblock)
+app.command("blockpilot")(train_blockpilot)
+app.command("blockpilot-tail")(train_blockpilot_tail)
 
 
 @app.callback()
@@ -123,17 +132,15 @@ def train_eagle3(
     os.environ["OMP_NUM_THREADS"] = "1"
     import json
 
-    from sgl_graft import models
-    from sgl_graft.draft_training import dialogues, eagle3_job
+    from sgl_graft.draft_training import eagle3_job
     from sgl_graft.draft_training.eagle3_recipe import Eagle3Settings
     from sgl_graft.draft_training.loop import TrainSettings
 
     try:
-        if target is not None and not data:
-            raise ValueError("--data is needed with --target: the shipped dialogues are the embedded model's")
+        target, dialogue_files = target_and_data(target, data)
         job = eagle3_job.Eagle3Job(
-            target=target or models.get("smollm2-135m-instruct"),
-            data=tuple(data or [dialogues.shipped("smollm2-135m-instruct")]),
+            target=target,
+            data=dialogue_files,
             run=run,
             draft_vocab_size=draft_vocab,
             batch_targets=batch_targets,
@@ -206,7 +213,7 @@ def _train(job: Any) -> None:
 
 @app.command("simulate")
 def simulate_draft(
-    draft: Annotated[Path, typer.Option(help="Exported EAGLE-3 draft.")],
+    draft: Annotated[Path, typer.Option(help="Exported EAGLE-3, DFlash or SpecBlock draft.")],
     prompts: Annotated[list[Path], typer.Option(help="JSONL files with `prompt` or `turns`.")],
     target: Annotated[Path | None, typer.Option(help="Target folder; default: the embedded model.")] = None,
     cache: Annotated[Path, typer.Option(help="Keeps the target's answers for the next draft.")] = Path(
@@ -214,22 +221,35 @@ def simulate_draft(
     ),
     num_prompts: Annotated[int, typer.Option(help="First rows of each file.")] = 20,
     tokens: Annotated[int, typer.Option(help="Answer tokens per prompt.")] = 128,
-    steps: int = 5,
+    steps: Annotated[int, typer.Option(help="EAGLE-3: depth of the tree.")] = 5,
     topk: int = 4,
     slots: int = 16,
+    block_size: Annotated[int | None, typer.Option(help="DFlash; default: the draft's own.")] = None,
+    graft_config: Annotated[
+        str | None, typer.Option(help="SpecBlock: blocks, leaves, branching, as the server takes them.")
+    ] = None,
 ) -> None:
     """Accept length of a draft (greedy, bonus included) without a server."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     from sgl_graft import models
+    from sgl_graft.config import load_config_text
     from sgl_graft.draft_training import simulate
 
     torch.set_num_threads(1)
     shape = simulate.TreeShape(steps, topk, slots)
     folder = target or models.get("smollm2-135m-instruct")
     means = simulate.measure(
-        folder, draft, prompts, cache, num_prompts=num_prompts, tokens=tokens, shape=shape
+        folder,
+        draft,
+        prompts,
+        cache,
+        num_prompts=num_prompts,
+        tokens=tokens,
+        shape=shape,
+        block_size=block_size,
+        specblock=load_config_text(graft_config).specblock if graft_config else None,
     )
     for name, mean in means.items():
         typer.echo(f"{name:12s} {mean:.3f}")

@@ -39,6 +39,11 @@ class AttentionPlan:
     def batch_size(self) -> int:
         return self.rows.shape[0]
 
+    def of_first_queries(self, lengths: torch.Tensor) -> AttentionPlan:
+        """The same forward for the first ``lengths`` [batch] queries of every request; it has no mask."""
+        assert self.mask is None
+        return AttentionPlan(self.table, self.rows, self.prefix, lengths, _starts(lengths))
+
 
 def uniform_plan(
     table: torch.Tensor,
@@ -69,8 +74,17 @@ def ragged_plan(
 ) -> AttentionPlan:
     """A prefill: every request has its own number of queries behind its cached prefix."""
     lengths = lengths.long()
-    query_start = torch.zeros(rows.shape[0] + 1, dtype=torch.long)
-    torch.cumsum(lengths, 0, out=query_start[1:])
     return AttentionPlan(
-        table=table, rows=rows.long(), prefix=totals.long() - lengths, window=lengths, query_start=query_start
+        table=table,
+        rows=rows.long(),
+        prefix=totals.long() - lengths,
+        window=lengths,
+        query_start=_starts(lengths),
     )
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:  # [batch] int64 -> [batch + 1] int64
+    """Where runs of these lengths begin when they stand end to end, and where the last one ends."""
+    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.long)
+    torch.cumsum(lengths, 0, out=starts[1:])
+    return starts

@@ -12,6 +12,7 @@ from ..plugin import disabled, patches_of, selected
 logger = logging.getLogger(__name__)
 
 PLATFORM = "sgl_graft.cpu.platform:GraftCpuPlatform"
+SPINS = "5000"  # of libgomp, about 0.1 ms
 
 
 def _accelerator_present() -> bool:
@@ -50,4 +51,7 @@ def activate() -> str | None:
     # Compiling the engine's few small functions needs Python's headers, which a plain Debian lacks, and takes
     # longer than they ever run here. Children inherit it; torch reads it where a function is decorated.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # A thread that waits for the others spins for milliseconds by default: on a core that the one it waits
+    # for may need, and long after the kernels are done. This covers the gaps between kernels.
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     return PLATFORM

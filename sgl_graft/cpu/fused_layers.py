@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from . import kernels
+from . import kernels, narrow
+from .draft_stack import READ_ROWS
 
 
 def register(platform_key: str) -> None:
@@ -99,11 +100,18 @@ def rotary_forward(
     return query, key
 
 
-def apply_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """One matrix product by our kernel where it can, else by torch."""
+def apply_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    copy: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One matrix product by our kernel where it can, else by torch; ``copy`` is the weight in exact bf16."""
     fits = x.dtype == weight.dtype and weight.is_contiguous() and x.numel() > 0
     if not fits or not kernels.available(x.dtype) or (bias is not None and bias.dtype != x.dtype):
         return linear(x, weight, bias)
+    if copy is not None and copy.shape == weight.shape and x.dim() == 2 and x.dtype == torch.float32:
+        return narrow.linear(x, weight, copy, bias)
     return kernels.linear(x, weight, bias)
 
 
@@ -122,7 +130,13 @@ def install(model: torch.nn.Module) -> int:
         """The language-model head; a table tied to it is still looked up as before."""
 
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            return apply_linear(x.to(layer.weight.dtype), layer.weight, bias)
+            read, copy = getattr(x, READ_ROWS, None), getattr(layer, narrow.ATTRIBUTE, None)
+            x = x.to(layer.weight.dtype)
+            if read is None:
+                return apply_linear(x, layer.weight, bias, copy)
+            logits = x.new_zeros((x.shape[0], layer.weight.shape[0]))
+            logits[read] = apply_linear(x[read], layer.weight, bias, copy)
+            return logits
 
     if not kernels.available(torch.float32):
         return 0
@@ -142,4 +156,4 @@ def install(model: torch.nn.Module) -> int:
 
 
 def _module_forward(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return apply_linear(x, self.weight, self.bias)
+    return apply_linear(x, self.weight, self.bias, getattr(self, narrow.ATTRIBUTE, None))

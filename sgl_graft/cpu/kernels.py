@@ -75,6 +75,10 @@ class LayerPointers(ctypes.Structure):
             "k_pool",
             "v_pool",
             "capture",
+            "qkv_narrow",
+            "out_proj_narrow",
+            "gate_up_narrow",
+            "down_narrow",
         )
     )
 
@@ -182,6 +186,28 @@ def rms_norm(
         eps,
     )
     return (out if x.dim() == 2 else out.view(x.shape)), total
+
+
+def rms_norm_into(
+    x: torch.Tensor,  # [rows, width]
+    weight: torch.Tensor,  # [width]
+    eps: float,
+    out: torch.Tensor,  # [rows, width], written; may be columns of a wider tensor
+) -> None:
+    """``rms_norm`` without a residual, into a place that exists."""
+    x = _rows(x)
+    _functions()["rms_norm", x.dtype](
+        x.data_ptr(),
+        x.stride(0),
+        None,
+        None,
+        weight.data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        x.shape[0],
+        x.shape[1],
+        eps,
+    )
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:  # [..., 2 * width] -> [..., width]

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from . import attention_native, kernels
+from . import attention_native, draft_stack, kernels, narrow
 from .attention import GraftCpuAttnBackend
+from .attention_plan import AttentionPlan
 
 
 class LayerStack:
@@ -59,6 +60,18 @@ class LayerStack:
                     self._names.append((i, name))
                     self._weights.append(weight)
         self._addresses: list[int] = []
+        self._copies = []  # kept alive: the pointers are bare addresses
+        for i, layer in enumerate(layers):
+            for name, part in {
+                "qkv_narrow": layer.self_attn.qkv_proj,
+                "out_proj_narrow": layer.self_attn.o_proj,
+                "gate_up_narrow": layer.mlp.gate_up_proj,
+                "down_narrow": layer.mlp.down_proj,
+            }.items():
+                copy = getattr(part, narrow.ATTRIBUTE, None)
+                if copy is not None:
+                    self._copies.append(copy)
+                    setattr(self.pointers[i], name, copy.data_ptr())
 
     def _refresh(self) -> None:
         addresses = [weight.data_ptr() for weight in self._weights]
@@ -91,9 +104,10 @@ class LayerStack:
     def run(
         self,
         backend: GraftCpuAttnBackend,
+        plan: AttentionPlan,
         hidden: torch.Tensor,  # [tokens, hidden]
         positions: torch.Tensor,  # [tokens]
-        forward_batch: Any,
+        slots: torch.Tensor,  # [tokens] pool slots of the new keys and values
         captured: Iterable[int] = (),
         first_input: torch.Tensor | None = None,  # [tokens, qkv_input]
         total: torch.Tensor | None = None,  # [tokens, hidden], takes the sum before the last norm
@@ -110,9 +124,8 @@ class LayerStack:
         for i in captured:
             kept.append(torch.empty_like(hidden))
             self.pointers[i].capture = kept[-1].data_ptr()
-        assert backend.plan is not None
         problem = attention_native.problem_of(
-            backend.plan, keys, values, self.shape.heads, self.first_attention.scaling, causal=True
+            plan, keys, values, self.shape.heads, self.first_attention.scaling, causal=True
         )
         out = kernels.decoder_layers(
             self.shape,
@@ -121,7 +134,7 @@ class LayerStack:
             hidden.contiguous(),
             first_input,
             positions,
-            forward_batch.out_cache_loc,
+            slots,
             self.last_norm.weight,
             total,
         )
@@ -201,24 +214,24 @@ def install(model: torch.nn.Module) -> bool:
         known = all(type(layer) is llama.LlamaDecoderLayer for layer in inner.layers)
         norms = [layer.input_layernorm for layer in inner.layers]
     elif type(inner) is DraftModel:
-        forward = _draft_forward
-        known = not inner.is_mrope_enabled
-        # The first layer's input is put together outside, so its norm is never read.
+        forward = draft_stack.forward
+        # The first layer's input is put together outside, by norms that must be plain ones, too.
+        known = (
+            not inner.is_mrope_enabled
+            and len(inner.layers) > 0
+            and _plain_norm(inner.layers[0].input_layernorm, inner.norm.weight.dtype)
+        )
         norms = [layer.hidden_norm for layer in inner.layers]
     else:
         return False
+    if known and type(inner) is DraftModel:
+        narrow.attach_copies(draft_stack.linear_layers(model))
     stack = _stack_of(list(inner.layers), norms, inner.norm) if known else None
     if stack is None:
         return False
     inner.__dict__["graft_stack"] = stack  # past nn.Module's bookkeeping: the stack owns no parameters
     inner.forward = MethodType(forward, inner)
     return True
-
-
-def _backend() -> Any:
-    from sglang.srt.model_executor.forward_context import get_attn_backend
-
-    return get_attn_backend()
 
 
 def _target_forward(
@@ -229,40 +242,11 @@ def _target_forward(
     input_embeds: torch.Tensor | None = None,
     pp_proxy_tensors: Any = None,
 ) -> Any:
-    stack, backend = self.graft_stack, _backend()
+    stack, backend = self.graft_stack, draft_stack.attention_backend()
     if not stack.accepts(backend, positions, forward_batch):
         return type(self).forward(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
     hidden = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
     wanted = [i for i in range(len(self.layers)) if i in self.layers_to_capture]
-    out, captured = stack.run(backend, hidden, positions, forward_batch, wanted)
+    slots = forward_batch.out_cache_loc
+    out, captured = stack.run(backend, backend.plan, hidden, positions, slots, wanted)
     return (out, captured) if captured else out
-
-
-def _draft_forward(
-    self: Any,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    forward_batch: Any,
-    input_embeds: torch.Tensor | None = None,
-    pp_proxy_tensors: Any = None,
-) -> Any:
-    stack, backend = self.graft_stack, _backend()
-    embeds = forward_batch.mm_input_embeds if input_embeds is None else input_embeds
-    if embeds is not None or not stack.accepts(backend, positions, forward_batch):
-        return type(self).forward(self, input_ids, positions, forward_batch, input_embeds, pp_proxy_tensors)
-    embeds = self.embed_tokens(input_ids)
-    hidden = forward_batch.spec_info.hidden_states
-    if hidden.shape[-1] != embeds.shape[-1]:
-        if self.input_norm is not None:
-            hidden = self.input_norm(hidden)
-        if self.fc_norm is not None:
-            chunks = hidden.chunk(self.num_aux_hidden_states, dim=-1)
-            hidden = torch.cat(
-                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1
-            )
-        hidden = self.fc(hidden)
-    first = self.layers[0]
-    first_input = torch.cat([first.input_layernorm(embeds), first.hidden_norm(hidden)], dim=-1)
-    total = torch.empty_like(hidden)
-    out, _ = stack.run(backend, hidden, positions, forward_batch, first_input=first_input, total=total)
-    return out, [out if self.norm_output else total]

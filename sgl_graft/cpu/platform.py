@@ -33,6 +33,7 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         if ATTENTION_BACKEND not in choices.ATTENTION_BACKEND_CHOICES:
             choices.add_attention_backend_choices([ATTENTION_BACKEND])
+            choices.add_draft_attention_backend_choices([ATTENTION_BACKEND])
         choices.SAMPLING_BACKEND_CHOICES.add(SAMPLING_BACKEND)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
@@ -48,6 +49,10 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.attention_backend in (None, "intel_amx"):
             server_args.attention_backend = ATTENTION_BACKEND
         server_args.sampling_backend = SAMPLING_BACKEND
+        # "auto" may give a target and its draft different types, which no layer here multiplies. What is
+        # promised, above all losslessness, is promised for fp32.
+        if server_args.dtype == "auto":
+            server_args.dtype = "float32"
         # The scheduler polls without pause otherwise, on a core that the other processes need.
         server_args.sleep_on_idle = True
         # A CPU computes where it is called: nothing overlaps, each answer costs a step more to end, and
@@ -85,7 +90,10 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return None
 
     def init_backend(self) -> None:
+        from . import tree_kernels
+
         _register_factories()
+        tree_kernels.register()
         apply(patches_of("cpu", stage="load"))
 
     def post_load_model(self, model: torch.nn.Module) -> None:
@@ -99,8 +107,8 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
             fused_layers.install(model)
             layer_stack.install(model)
 
-    def get_device(self, device_id: int = 0) -> torch.device:
-        return torch.device("cpu")
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"
 
 
 def _register_factories() -> None:

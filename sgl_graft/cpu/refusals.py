@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..algorithms import selected_algorithm
+from ..config import current_config
 from ..startup_checks import check_draft
 
-SUPPORTED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+SUPPORTED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "DFLASH")
 
 CANNOT_RUN = {
     "NGRAM": "its worker imports a kernel library (sgl_kernel) that exists for CUDA only",
-    "DFLASH": "its draft needs non-causal attention, which the CPU backend does not have in this release",
     "DSPARK": "its draft and its verify are CUDA kernels",
     "UNO": "upstream supports it on CUDA only",
     "FROZEN_KV_MTP": "its draft reads the target's KV cache through CUDA kernels",
@@ -48,6 +49,8 @@ def check_server_args(args: Any) -> None:
     """
     if args.speculative_algorithm is None:
         return
+    if selected_algorithm() == "GRAFT" and current_config().graft.verify == "target_only":
+        raise ValueError(f"graft.verify target_only is a rule for GPUs: {_COUPLED}. Leave graft.verify out.")
     name = args.speculative_algorithm.upper()
     if name in CANNOT_RUN:
         usable = ", ".join((*SUPPORTED_ALGORITHMS, "GRAFT"))

@@ -10,6 +10,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
 from .filters import thresholds
 from .noise import race_speeds
+from .row_kernels import argmax
 
 
 def draw(
@@ -36,17 +37,13 @@ class CoupledSampler(Sampler):
     def _preprocess_logits(self, logits: torch.Tensor, sampling_info: Any) -> torch.Tensor:
         logits = super()._preprocess_logits(logits, sampling_info)
         # Taken from the logits: softmax can round two of them to the same probability.
-        self._greedy_tokens = logits.argmax(1) if sampling_info.is_any_greedy else None
+        self._greedy_tokens = argmax(logits) if sampling_info.is_any_greedy else None
         return logits
 
     def _sample_from_probs(
         self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
     ) -> tuple[torch.Tensor, None]:
-        if sampling_info.sampling_mask_batch_indices is not None:
-            raise ValueError(
-                "return_sampling_mask is not available on sgl_graft's CPU platform; leave it out, "
-                "or start the server with --sampling-backend pytorch"
-            )
+        assert sampling_info.sampling_mask_batch_indices is None, "refused by request_checks"
         rows, vocab_size = probs.shape
         keys = list(zip(sampling_info.sampling_seed.tolist(), positions.tolist(), strict=True))
         speeds = race_speeds(keys, vocab_size)

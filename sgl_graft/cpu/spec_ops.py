@@ -176,3 +176,13 @@ def build_tree(
     retrieve_index.copy_(links.retrieve_index)
     retrieve_next_token.copy_(links.retrieve_next_token)
     retrieve_next_sibling.copy_(links.retrieve_next_sibling)
+
+
+def last_locations(
+    req_to_token: torch.Tensor,  # [requests, positions]
+    req_pool_indices: torch.Tensor,  # [batch]
+    prefix_lens: torch.Tensor,  # [batch]
+) -> torch.Tensor:  # [batch] slot of each request's last position, -1 where it has none
+    """``get_last_loc``: where a page goes on, for pages of more than one token."""
+    last = req_to_token[req_pool_indices.long(), (prefix_lens - 1).clamp(min=0).long()]
+    return torch.where(prefix_lens > 0, last.to(prefix_lens.dtype), torch.full_like(prefix_lens, -1))

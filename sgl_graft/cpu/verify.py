@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..cuda_graph.coupled import parents_from_links, walk_accepted
+from .agreement import follow_rank_0
 from .noise import race_speeds
+from .row_kernels import argmax
 from .sampler import draw
 
 
@@ -49,7 +51,7 @@ def target_tokens(
     slots: int,
 ) -> torch.Tensor:  # [batch, slots] int64
     """The target's token after every node, by each request's own sampling parameters and seed."""
-    greedy = logits.argmax(1)
+    greedy = argmax(logits)
     if info.is_all_greedy:
         return greedy.view(-1, slots)
     batch = greedy.numel() // slots
@@ -111,15 +113,22 @@ def sample_and_walk(
     predict = drawn.flatten().to(torch.int32)
     accept_index = path.accept_index
     accept_lens = path.num_correct_drafts + 1
-    _share_with_all_ranks(predict, accept_index, accept_lens)
+    group = _tensor_parallel_group()
+    if group.world_size > 1:
+        follow_rank_0(
+            group,
+            {
+                "the tree's tokens": candidates,
+                "the tree's positions": verify_input.positions,
+                "the tree's first children": verify_input.retrieve_next_token,
+                "the tree's siblings": verify_input.retrieve_next_sibling,
+            },
+            {"the target's tokens": predict, "the accepted path": accept_index},
+        )
     return predict, accept_lens, accept_index
 
 
-def _share_with_all_ranks(*tensors: torch.Tensor) -> None:
-    """Rank 0 decides for all, so that no rank can commit another length."""
+def _tensor_parallel_group() -> Any:
     from sglang.srt.runtime_context import get_parallel
 
-    group = get_parallel().tp_group
-    if group.world_size > 1:
-        for tensor in tensors:
-            group.broadcast(tensor, src=0)
+    return get_parallel().tp_group

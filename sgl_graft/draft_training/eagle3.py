@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
-from sgl_graft.draft_training.features import Sample
+from sgl_graft.draft_training.features import Sample, default_layers
 
 
 class RMSNorm(nn.Module):
@@ -88,9 +88,11 @@ class Unrolled:
 class Eagle3Draft(nn.Module):
     """Parameter names are those of an EAGLE-3 checkpoint (`midlayer.*`, `fc`, `norm`, `lm_head`)."""
 
-    def __init__(self, config: LlamaConfig, num_captured: int = 3) -> None:
+    def __init__(self, config: LlamaConfig, num_captured: int | None = None) -> None:
         super().__init__()
         self.config = config
+        if num_captured is None:
+            num_captured = getattr(config, "num_aux_hidden_states", 3)
         self.fc = nn.Linear(num_captured * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = DraftLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -133,7 +135,7 @@ class Eagle3Draft(nn.Module):
         owner = torch.repeat_interleave(
             torch.arange(len(samples)), torch.tensor([len(s.rows) for s in samples])
         )
-        run_left = _run_lengths(rows)  # [targets] targets from here to the end of the answer
+        run_left = run_lengths(rows)  # [targets] targets from here to the end of the answer
 
         fused = self.fc(torch.cat([s.features for s in samples]).to(embedding.dtype))  # [tokens, hidden]
         wide = self.layer_input(embedding[ids.roll(-1)], fused)
@@ -213,8 +215,10 @@ def draft_config(target: Any, draft_vocab_size: int, **changes: Any) -> LlamaCon
 
     `changes` override fields (`intermediate_size`, `rope_parameters`, `max_position_embeddings`, ...).
     """
+    captured = len(default_layers(target.num_hidden_layers))
     fields: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
+        **({} if captured == 3 else {"num_aux_hidden_states": captured}),
         "vocab_size": target.vocab_size,
         "draft_vocab_size": draft_vocab_size,
         "hidden_size": target.hidden_size,
@@ -238,7 +242,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.to(x.dtype) + rotate_half(x) * sin.to(x.dtype)
 
 
-def _run_lengths(rows: Tensor) -> Tensor:
+def run_lengths(rows: Tensor) -> Tensor:
     """For ascending positions `[n]`: how many consecutive positions start at each."""
     breaks = torch.ones(len(rows), dtype=torch.bool)
     breaks[:-1] = rows[1:] != rows[:-1] + 1

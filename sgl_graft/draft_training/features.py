@@ -22,9 +22,14 @@ SUFFIX = ".features.safetensors"
 TOP = 32  # kept probabilities per position: more than 0.97 of the mass at T = 1 on the embedded model
 
 
-def default_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose *inputs* SGLang captures for EAGLE-3 unless told otherwise (`models/llama.py`)."""
-    return (2, num_layers // 2, num_layers - 3)
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers whose *inputs* SGLang captures for EAGLE-3 unless told otherwise (`models/llama.py`).
+
+    It looks for each layer in a list of three as it runs, so the states come in layer order and a layer
+    named twice comes once: fewer than three for a target of six layers or less.
+    """
+    named = {2, num_layers // 2, num_layers - 3}
+    return tuple(layer for layer in range(num_layers) if layer in named)
 
 
 @dataclass

@@ -62,6 +62,12 @@ class Feed:
                 targets += len(sample.rows)
         return batch
 
+    def training(self, limit: int) -> list[Sample]:
+        """The first `limit` samples that may train, in shard order; what an initialisation looks at."""
+        self.refresh()
+        keys = [k for name in sorted(self.shards) for k in self._keys(name) if not self.is_held_out(k)]
+        return [self.shards[name].sample(i, self.max_len) for name, i in keys[:limit]]
+
     def held_out(self, limit: int) -> list[Sample]:
         """The first `limit` held-out samples."""
         keys = [k for name in sorted(self.shards) for k in self._keys(name) if self.is_held_out(k)]

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -215,7 +215,3 @@ def split_evenly(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
         lists[shortest].append(sample)
         sizes[shortest] += len(sample.rows)
     return lists
-
-
-def settings_json(settings: TrainSettings) -> dict[str, Any]:
-    return asdict(settings)

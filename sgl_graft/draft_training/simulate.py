@@ -1,4 +1,4 @@
-"""Accept length of an EAGLE-3 draft without a server: greedy, one dialogue at a time.
+"""Accept length of a draft without a server: greedy, one dialogue at a time; DFlash and SpecBlock beside.
 
 A greedy target's answer is known beforehand, so the tree of every round can be walked against it and no
 verification is run. The tree is SGLang's: `topk` continuations of each of the `topk` best nodes per step, the
@@ -7,7 +7,8 @@ verification is run. The tree is SGLang's: `topk` continuations of each of the `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,19 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sgl_graft.draft_training import dialogues, features
+from sgl_graft.config import SpecBlockConfig
+from sgl_graft.draft_training import dialogues, features, simulate_dflash, specblock_simulate
+from sgl_graft.draft_training.dflash import ARCHITECTURE
+from sgl_graft.draft_training.dflash_recipe import load_dflash
 from sgl_graft.draft_training.eagle3 import Eagle3Draft, chain_attention
 from sgl_graft.draft_training.eagle3_recipe import load_eagle3
 from sgl_graft.draft_training.features import Sample
 from sgl_graft.draft_training.generate import Generate, Generator, Script, Text
 from sgl_graft.draft_training.prompts import read_prompts
 from sgl_graft.draft_training.vocab import DraftVocab
+from sgl_graft.specblock import checkpoint
+from sgl_graft.specblock.drafting import Drafter, DraftShape
+from sgl_graft.specblock.startup import rule_of
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,13 @@ def measure(
     num_prompts: int,
     tokens: int,
     shape: TreeShape,
+    block_size: int | None = None,
+    specblock: SpecBlockConfig | None = None,
 ) -> dict[str, float]:
     """Mean accept length per prompt file (first `num_prompts` rows, first turn, greedy, chat template).
+
+    `shape` is an EAGLE-3 draft's tree, `block_size` a DFlash draft's block (default: the one it names),
+    `specblock` with `shape.slots` a SpecBlock draft's tree.
 
     The target's answers and features are kept in `cache` and reused by the next draft. They are used to
     measure, never to train.
@@ -157,10 +169,7 @@ def measure(
         generator = Generator(model, end_of_turn=end, slots=min(32, len(scripts)), max_len=longest)
         dialogues.save(answer_file, list(generator.run(scripts)), {"use": "measuring only"})
     compute_features(target, tuple(answers), cache)
-    draft, vocab = load_eagle3(draft_folder)
-    embedding = (
-        AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).get_input_embeddings().weight
-    )
+    lengths_of = _measured(draft_folder, target, shape, block_size, specblock or SpecBlockConfig())
     means = {}
     for file, answer_file in zip(prompts, answers, strict=True):
         name = answer_file.name.removesuffix(dialogues.SUFFIX) + features.SUFFIX
@@ -169,6 +178,28 @@ def measure(
         for i in range(len(shard)):
             sample = shard.sample(i)
             if len(sample.rows):
-                lengths += accept_lengths(draft, vocab, embedding.detach(), sample, shape)
+                lengths += lengths_of(sample)
         means[file.stem] = sum(lengths) / len(lengths)
     return means
+
+
+def _measured(
+    folder: Path, target: Path, shape: TreeShape, block_size: int | None, specblock: SpecBlockConfig
+) -> Callable[[Sample], list[int]]:
+    """The accept lengths of a sample's rounds with the draft in `folder`, whichever kind it is."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    embedding, head = model.get_input_embeddings().weight.detach(), model.lm_head.weight.detach()
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    if architecture in checkpoint.ARCHITECTURES:
+        module, own = checkpoint.load(folder)
+        drafter = Drafter(module, embedding, own.draft_to_target, rule_of(specblock, folder))
+        whole = DraftShape(specblock.blocks, specblock.leaves, shape.slots)
+        return lambda sample: specblock_simulate.accept_lengths(drafter, sample, whole)
+    if architecture == ARCHITECTURE:
+        block_draft = load_dflash(folder)
+        size = block_size or int(block_draft.config.block_size)
+        low = embedding.to(torch.bfloat16)
+        low_head = low if head is embedding else head.to(torch.bfloat16)
+        return lambda sample: simulate_dflash.accept_lengths(block_draft, low, low_head, sample, size)
+    draft, vocab = load_eagle3(folder)
+    return lambda sample: accept_lengths(draft, vocab, embedding, sample, shape)

@@ -1,4 +1,4 @@
-"""Calibration: serve training prompts with GRAFT, count which candidates come true, fit the maps."""
+"""Calibration: serve training prompts with GRAFT, or replay recorded training answers; count; fit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from ..bench.plan import Sampling
 from ..bench.prompts import Prompt, load_datasets, load_tokenizer
 from ..bench.server import ServerProcess
 from ..cli.serve import TreeSettings, default_server_args
-from .calibration import Calibration, fit_maps, write_calibration
+from .calibration import Calibration, fit, write_calibration
 
 
-def shipped_prompts(target: str, num_prompts: int) -> tuple[Prompt, ...]:
+def shipped_prompts(target: str, num_prompts: int, *, newest: bool = False) -> tuple[Prompt, ...]:
     """Prompts of the dialogues a shipped draft was trained on, an equal share of every source.
+
+    Args:
+        newest: those added last, which a draft trained before has not seen.
 
     Raises:
         ValueError: no dialogues ship for this target.
@@ -31,7 +34,8 @@ def shipped_prompts(target: str, num_prompts: int) -> tuple[Prompt, ...]:
         start = dialogue.answers[0][0]
         by_source.setdefault(dialogue.source, []).append(dialogue.ids[:start])
     share = -(-num_prompts // len(by_source))
-    chosen = [ids for source in sorted(by_source) for ids in by_source[source][:share]]
+    ends = slice(-share, None) if newest else slice(share)
+    chosen = [ids for source in sorted(by_source) for ids in by_source[source][ends]]
     return tuple(Prompt(index, tuple(ids), index) for index, ids in enumerate(chosen[:num_prompts]))
 
 
@@ -85,13 +89,25 @@ def calibrate(
         if not collected.is_file():
             raise ValueError("the server counted no candidates: give more prompts or longer answers")
         counters = json.loads(collected.read_text())
-    map_x, map_y = fit_maps(counters)
-    calibration = Calibration(
-        target=target.name,
-        vocab_size=counters["vocab_size"],
-        map_x=map_x,
-        map_y=map_y,
-        rounds=counters["rounds"],
-    )
+    names = ", ".join(path.name for path in prompts) or "prompts of the shipped dialogues"
+    calibration = fit(counters, target.name, f"{len(requests)} served prompts: {names}")
+    write_calibration(output, calibration)
+    return calibration
+
+
+def calibrate_offline(recordings: Sequence[Path], target: str, output: Path) -> Calibration:
+    """Fit to recorded answers (`sgl-graft bench record --dialogues`) and write the calibration.
+
+    The answers must be ones that the draft was not trained on, or it looks better than it is.
+
+    Raises:
+        ValueError: a recording is missing, or they do not belong together.
+    """
+    from ..bench.count_replay import count_recording
+    from ..bench.recording import Recording
+
+    recording = Recording.join([Recording.load(path) for path in recordings])
+    measured_on = f"{len(recording.answers)} recorded answers"
+    calibration = fit(count_recording(recording), target, measured_on)
     write_calibration(output, calibration)
     return calibration

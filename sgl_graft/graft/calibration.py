@@ -18,6 +18,7 @@ from ..config import GraftConfig
 from ..cuda_graph.value_rule import ValueMaps
 from .counters import CandidateCounters
 from .monotone import fit_rising
+from .thresholds import fit_gates, fit_to_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,11 @@ class Calibration(BaseModel):
         map_x: knots per source and depth, log-spaced path probabilities. [2][depths][knots]
         map_y: acceptance probability at each knot. [2][depths][knots]
         thresholds: gate threshold per draft depth.
+        auc: how well confidence at a depth tells drafts that go on from those that do not.
         rounds: rounds it was fitted on.
+        measured_on: what those rounds were.
+        steps: draft steps of those rounds.
+        topk: branches per draft step of those rounds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,7 +53,11 @@ class Calibration(BaseModel):
     map_x: list[list[list[float]]] = []
     map_y: list[list[list[float]]] = []
     thresholds: dict[int, float] = {}
+    auc: dict[int, float] = {}
     rounds: int = 0
+    measured_on: str = ""
+    steps: int | None = None
+    topk: int | None = None
 
     @model_validator(mode="after")
     def _known_format(self) -> Calibration:
@@ -109,6 +118,34 @@ def load_calibration(config: GraftConfig, draft_path: str | None, vocab_size: in
         "GRAFT runs uncalibrated: no %s beside the draft; `sgl-graft calibrate` makes one", FILE_NAME
     )
     return Calibration()
+
+
+def fit(counters: dict[str, Any], target: str, measured_on: str) -> Calibration:
+    """The calibration that a collector's counters ask for.
+
+    Args:
+        counters: ``Collector.content()``, or that of a replay, which also knows each stage's tree.
+        target: name of the target.
+        measured_on: what was served, in words.
+    """
+    map_x, map_y = fit_maps(counters)
+    gates = fit_gates(*counters["gates"])
+    thresholds = {gate.depth: gate.threshold for gate in gates}
+    if staged := counters.get("staged"):
+        fitted = fit_to_lengths(staged["confidence"], staged["lengths"])
+        thresholds |= {d: round(t, 4) for d, t in zip(staged["checkpoints"], fitted, strict=True)}
+    return Calibration(
+        target=target,
+        vocab_size=counters["vocab_size"],
+        map_x=map_x,
+        map_y=map_y,
+        thresholds=thresholds,
+        auc={gate.depth: round(gate.auc, 4) for gate in gates},
+        rounds=counters["rounds"],
+        measured_on=measured_on,
+        steps=counters["steps"],
+        topk=counters["topk"],
+    )
 
 
 def fit_maps(counters: dict[str, Any]) -> tuple[list, list]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..cuda_graph.eagle_tree import DraftPool
+from ..cuda_graph.merge import FROM_TABLE
 from ..cuda_graph.retrieve import DeviceTemplate, Retrieved
 
 NUM_SOURCES = 4  # FROM_DRAFT | FROM_TABLE as an index; 0 counts the empty slots
@@ -18,7 +19,8 @@ class RoundCounters:
     """Running totals since start.
 
     Attributes:
-        used: slots by source and depth. [sources, depths]
+        used: slots by source and depth; depth 0 is the root, whose source says whether the table knew what
+            follows it. [sources, depths]
         accepted: accepted slots by source and depth. [sources, depths]
         stages: requests by stage. [stages]
         rounds: verifies, counted per request. []
@@ -56,7 +58,7 @@ class RoundCounters:
     ) -> None:
         """Add one round."""
         width = self.used.shape[1]
-        cell = (sources * width + depths).view(-1)  # the root falls into (0, 0), as empty slots do
+        cell = (sources * width + depths).view(-1)  # empty slots fall into (0, 0)
         self.used.view(-1).scatter_add_(0, cell, torch.ones_like(cell))
         path = accept_index[:, 1:].long()
         hit = (path >= 0).view(-1)
@@ -66,15 +68,25 @@ class RoundCounters:
         self.rounds.add_(sources.shape[0])
         self.committed.add_(accept_lens.sum())
 
-    def snapshot(self) -> dict[str, Any]:
-        """Totals as plain lists. Reads the device: for a scrape, never for a round."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The totals by name, still on the device."""
         return {
-            "used": self.used.tolist(),
-            "accepted": self.accepted.tolist(),
-            "stages": self.stages.tolist(),
-            "rounds": int(self.rounds),
-            "committed": int(self.committed),
+            "used": self.used,
+            "accepted": self.accepted,
+            "stages": self.stages,
+            "rounds": self.rounds,
+            "committed": self.committed,
         }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Totals as plain lists. Reads the device: for a request for status, never for a round."""
+        return {name: tensor.tolist() for name, tensor in self.tensors().items()}
+
+    @staticmethod
+    def hits(totals: dict[str, Any]) -> int:
+        """Of a snapshot: rounds in which the table knew what follows the root."""
+        hits: int = totals["used"][FROM_TABLE][0]
+        return hits
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ class CandidateCounters:
         depths: torch.Tensor,  # [nodes], never falling along the nodes
         committed: torch.Tensor,  # [batch, slots] tokens committed this round, packed to the front
         accept_lens: torch.Tensor,  # [batch]
-    ) -> None:
+    ) -> torch.Tensor:  # [batch] depth of the deepest candidate that came true
         """Count one round's candidates of one source.
 
         A node deeper than what was committed is left out when its ancestors all match: nobody knows.
@@ -134,6 +146,7 @@ class CandidateCounters:
         cell = ((source * self.seen.shape[1] + depth_of - 1) * self.NUM_BINS + self.bins_of(probs)).view(-1)
         self.seen.view(-1).scatter_add_(0, cell, counted.view(-1))
         self.true.view(-1).scatter_add_(0, cell, (counted * matches).view(-1))
+        return (matches * depth_of).amax(1)
 
     def record(
         self,
@@ -144,10 +157,10 @@ class CandidateCounters:
         retrieved_depths: torch.Tensor,  # [retrieved]
         committed: torch.Tensor,
         accept_lens: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:  # [batch] depth of the deepest drafted candidate that came true
         """Count one round's candidates of both sources."""
         batch = pool.tokens.shape[0]
         fathers = template.fathers.expand(batch, -1)
         outcome = (committed, accept_lens)
-        self.record_level_order(0, pool.tokens, pool.parents, pool.scores, pool_depths, *outcome)
         self.record_level_order(1, retrieved.tokens, fathers, retrieved.probs, retrieved_depths, *outcome)
+        return self.record_level_order(0, pool.tokens, pool.parents, pool.scores, pool_depths, *outcome)

@@ -8,6 +8,8 @@ from ..config import GraftConfig
 from ..cuda_graph.templates import assumed_rank_prior
 
 PAPER_DEPTH = 9  # levels of the paper's templates
+# Retrieved candidates the value rule chooses from, at least; more only add rivals that rarely come true.
+VALUE_ENVELOPE = 24
 
 
 @dataclass(frozen=True)

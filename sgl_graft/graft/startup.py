@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config import GraftConfig, current_config
+from ..cuda_graph.select import MAX_DEPTH
 from ..cuda_graph.stages import paper_stage_plan
 from ..cuda_graph.successor_table import SuccessorTable
+from ..serving.load_costs import read_load_costs
+from ..startup_checks import check_shared
 from .calibration import read_calibration
 from .shape import GraftShape, rank_prior
 from .store import identity_of, load_table
@@ -15,6 +18,8 @@ from .store import identity_of, load_table
 CANNOT_COMBINE = {
     "enable_multi_layer_eagle": "its draft layers propose one chain, without the scored tree that is grafted",
     "speculative_adaptive": "it switches between chains (topk 1); GRAFT keeps one constant tree",
+    "enable_dp_attention": "its idle ranks were never tried with a grafted tree",
+    "enable_lora": "adapters were never tried with it",
 }
 
 
@@ -30,7 +35,20 @@ def check_graft(args: Any) -> None:
     for field, why in CANNOT_COMBINE.items():
         if getattr(args, field):
             raise ValueError(f"GRAFT cannot run with --{field.replace('_', '-')}: {why}. Leave the flag out.")
+    check_shared(args, "GRAFT")
+    if args.disaggregation_mode != "null":
+        raise ValueError(
+            f"GRAFT cannot run with --disaggregation-mode {args.disaggregation_mode}: which table a request "
+            "may read is settled by its prefill, which would run on another server. Use EAGLE3 there"
+        )
     config = current_config().graft
+    _check_verify(config, args)
+    if config.table.retain_days is not None and args.tp_size > 1:
+        raise ValueError(
+            f"graft.table.retain_days {config.table.retain_days} needs --tp 1: each rank has a table of its "
+            "own, and they would be emptied at different moments. Leave it out, and delete the saved table "
+            "with `sgl-graft forget` when it is old enough"
+        )
     given = (
         args.speculative_num_draft_tokens,
         args.speculative_eagle_topk,
@@ -39,7 +57,39 @@ def check_graft(args: Any) -> None:
     if None not in given:
         slots, topk, steps = given
         check_shape(config, GraftShape(slots=slots, topk=topk, steps=steps, num_rows=1, vocab_size=1))
+    with_scope(config, args)
     _check_files(config, args)
+    if config.load_cap.costs is not None:
+        read_load_costs(config.load_cap.costs)
+
+
+def with_scope(config: GraftConfig, args: Any) -> GraftConfig:
+    """Settle who shares the table: nobody when API keys tell users apart, unless the configuration says so.
+
+    Raises:
+        ValueError: a table that would be private is to be kept on disk.
+    """
+    if config.table.scope is not None:
+        return config
+    scope = "request" if args.api_key or args.admin_api_key else "shared"
+    if scope == "request" and (config.table.path or config.table.save_path or config.table.folder):
+        raise ValueError(
+            "with API keys every request has a private table, which is never stored: leave graft.table.path, "
+            "save_path and folder out, or set graft.table.scope to shared if all keys may share what they "
+            "teach"
+        )
+    table = config.table.model_copy(update={"scope": scope})
+    return config.model_copy(update={"table": table})
+
+
+def _check_verify(config: GraftConfig, args: Any) -> None:
+    for field in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        value = getattr(args, field)
+        if config.verify == "coupled" and value != 1.0:
+            raise ValueError(
+                f"--{field.replace('_', '-')} {value} belongs to SGLang's own verify: set graft.verify to "
+                "target_only, or leave the flag out"
+            )
 
 
 def check_shape(config: GraftConfig, shape: GraftShape) -> None:
@@ -55,6 +105,11 @@ def check_shape(config: GraftConfig, shape: GraftShape) -> None:
             "--speculative-algorithm EAGLE3."
         )
     depth = shape.depth(config.depth)
+    if depth > MAX_DEPTH:
+        raise ValueError(
+            f"trees of depth {depth} are beyond the limit {MAX_DEPTH}: lower --speculative-num-steps "
+            f"({shape.steps}) or graft.depth ({config.depth})"
+        )
     try:
         plan = paper_stage_plan(shape.slots, shape.steps, depth, rank_prior=rank_prior(config))
     except ValueError as error:
@@ -67,7 +122,12 @@ def check_shape(config: GraftConfig, shape: GraftShape) -> None:
             f"graft.thresholds has {len(config.thresholds)} values; the {len(plan.checkpoints)} gates at "
             f"draft depths {list(plan.checkpoints)} need one each"
         )
-    SuccessorTable.create(1, k=config.table.row_width, order2_rows=config.table.order2_rows)
+    SuccessorTable.create(
+        1,
+        k=config.table.row_width,
+        context_rows=config.table.context_rows,
+        context_len=config.table.context_len,
+    )
 
 
 def _check_files(config: GraftConfig, args: Any) -> None:
@@ -82,6 +142,9 @@ def _check_files(config: GraftConfig, args: Any) -> None:
         read_calibration(config.calibration, vocab_size)
     if config.table.path is not None:
         table = SuccessorTable.create(
-            vocab_size, k=config.table.row_width, order2_rows=config.table.order2_rows
+            vocab_size,
+            k=config.table.row_width,
+            context_rows=config.table.context_rows,
+            context_len=config.table.context_len,
         )
         load_table(table, config.table.path, identity_of(Path(args.model_path)))

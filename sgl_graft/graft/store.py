@@ -5,6 +5,7 @@ The rows hold traces of what users wrote, so files are created with mode 0600 an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -19,8 +20,9 @@ from ..cuda_graph.successor_table import SuccessorTable
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "1"
-_TENSORS = ("tokens", "probs", "pairs")
+FORMAT = "2"
+_TENSORS = ("tokens", "probs", "tags")
+_BEGAN = "began"
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,23 @@ def _description(table: SuccessorTable, identity: TableIdentity) -> dict[str, st
         "vocab_size": str(table.vocab_size),
         "k": str(table.k),
         "num_tables": str(table.num_tables),
-        "order2_rows": str(table.order2_rows),
+        "context_rows": str(table.context_rows),
+        "context_len": str(table.context_len),
     }
 
 
-def save_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> None:
+def save_table(table: SuccessorTable, path: Path, identity: TableIdentity, began: float = 0.0) -> None:
     """Write the table; what was saved before stays readable until the new file is complete.
+
+    Args:
+        began: when the table was last empty, in seconds since 1970.
 
     Raises:
         OSError: the disk is full or the folder is not writable; the former file is untouched.
     """
     content = save(
         {name: getattr(table, name).cpu().contiguous() for name in _TENSORS},
-        metadata=_description(table, identity),
+        metadata=_description(table, identity) | {_BEGAN: str(began)},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -86,8 +92,26 @@ def save_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> No
         temporary.unlink(missing_ok=True)
 
 
-def load_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> None:
-    """Fill the table from a file.
+@dataclass(frozen=True)
+class StoredTable:
+    """What a file held.
+
+    Attributes:
+        tensors: the table's, by name, on the host.
+        began: when the table was last empty, in seconds since 1970; 0 when the file does not say.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    began: float
+
+    def copy_into(self, table: SuccessorTable) -> None:
+        """Replace the content of a table of the same shape."""
+        for name, tensor in self.tensors.items():
+            getattr(table, name).copy_(tensor)
+
+
+def read_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> StoredTable:
+    """Read a file that fits the table; the table is not touched.
 
     Raises:
         ValueError: the file is missing, damaged, or belongs to another target, tokenizer or shape.
@@ -103,6 +127,7 @@ def load_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> No
                         f"table file {path} has {key} {found.get(key)!r}, this server needs {value!r}; "
                         f"{remedy}"
                     )
+            began = float(found.get(_BEGAN, 0))
             loaded = {name: file.get_tensor(name) for name in _TENSORS}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"table file {path} cannot be read: {error}; {remedy}") from error
@@ -110,25 +135,39 @@ def load_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> No
         own: torch.Tensor = getattr(table, name)
         if own.shape != tensor.shape or own.dtype != tensor.dtype:
             raise ValueError(f"table file {path}: {name} has shape {tuple(tensor.shape)}; {remedy}")
-        own.copy_(tensor)
+    return StoredTable(loaded, began)
 
 
-def load_own_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> bool:
+def load_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> float:
+    """Fill the table from a file.
+
+    Returns:
+        when the table was last empty, in seconds since 1970; 0 when the file does not say.
+
+    Raises:
+        ValueError: as :func:`read_table`; the table is then untouched.
+    """
+    stored = read_table(table, path, identity)
+    stored.copy_into(table)
+    return stored.began
+
+
+def load_own_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> float | None:
     """Fill the table from a file this server saved earlier; a damaged one is set aside.
 
     Returns:
-        whether the table was loaded. It is empty otherwise.
+        as :func:`load_table`; None when nothing was loaded and the table is empty.
     """
     if not path.exists():
-        return False
+        return None
     try:
-        load_table(table, path, identity)
+        return load_table(table, path, identity)
     except ValueError as error:
         aside = path.with_suffix(path.suffix + ".damaged")
-        path.replace(aside)
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            path.replace(aside)
         logger.warning("GRAFT starts with an empty table: %s. The file was moved to %s.", error, aside)
-        return False
-    return True
+        return None
 
 
 def forget(path: Path) -> bool:

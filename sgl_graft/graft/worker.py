@@ -7,57 +7,41 @@ masks touch them, feed the successor table.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative import eagle_worker_v2 as stock
-from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 from ..config import current_config
-from ..cuda_graph.eagle_tree import draft_pool
+from ..cpu.noise import seed_of
+from ..cuda_graph.eagle_tree import DraftPool, pad_pool
+from ..cuda_graph.fork import Forked, fork
+from ..cuda_graph.retrieve import Retrieved
+from ..cuda_graph.select import GraftedTree
 from ..cuda_graph.top_successors import TopSuccessors
-from ..cuda_graph.tree_links import TreeMaskMode, tree_links
+from ..serving.camera import Camera, on_path
+from ..serving.metrics import Reporter
+from ..serving.rank_check import rank_check
+from ..serving.request_counts import RequestCounts, count_slots
+from ..serving.request_settings import settings_of
+from ..serving.verify_counts import VerifyCounts
 from .calibration import load_calibration
+from .capped import CappedWorker
+from .coupled_verify import Draws, drawing
+from .early_stop import DraftLevels
 from .keeper import TableKeeper
 from .shape import GraftShape
-from .startup import check_shape
+from .startup import check_shape, with_scope
 from .state import GraftState
 from .store import identity_of
+from .tenancy import Tenancy
+from .trees import RoundTree, deeper, growing
 
 logger = logging.getLogger(__name__)
-
-# The engine calls its tree builders as plain functions, without the worker they run for.
-_current: GraftDraftWorker | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class RoundTree:
-    """The tree in flight between draft and commit."""
-
-    parents: torch.Tensor  # [batch, slots]
-    depths: torch.Tensor  # [batch, slots]
-    sources: torch.Tensor  # [batch, slots]
-    stage: torch.Tensor  # [batch]
-
-
-class GraftVerifyInput(EagleVerifyInput):
-    """A verify input whose tree may be deeper than the draft and has no fixed branching."""
-
-    max_path: int = 0
-
-    @property
-    def max_tree_depth(self) -> int:
-        return self.max_path
-
-    @property
-    def tree_topk(self) -> int:
-        return -1
 
 
 class GraftDraftWorker(stock.EagleDraftWorker):
@@ -65,45 +49,79 @@ class GraftDraftWorker(stock.EagleDraftWorker):
 
     graft: GraftState
     tree: RoundTree
+    beside: Forked[Retrieved]
+    speculative_num_steps: int
     draft_rows: torch.Tensor
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)
         target = self.target_worker.model_runner
         self.graft = create_state(self, target)
+        self.graft.writes_counts = get_parallel().tp_rank == 0
         self.keeper = TableKeeper(
             self.graft.table,
             self.graft.config.table,
             identity_of(Path(target.model_config.model_path)),
             saves=get_parallel().tp_rank == 0,
         )
-        self.row_owner: dict[int, str] = {}
+        self.tenancy = Tenancy(
+            self.graft.scope, self.graft.table.num_tables, running=lambda req: not req.finished()
+        )
+        self.rank_check = rank_check()
+        self.seed_buf = torch.zeros(self.graft.shape.num_rows, dtype=torch.int64, device=self.device)
+        # Ranks that disagreed about the end of a draft would wait for each other's collectives for ever.
+        self.may_stop_early = self.seed_buf.device.type == "cpu" and get_parallel().tp_group.world_size == 1
+        self.levels: DraftLevels | None = None
+        self.steps_run = self.steps_saved = self.steps_saved_now = 0
 
     # ---- draft -----------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _as_current(self) -> Iterator[None]:
-        global _current
-        former, _current = _current, self
-        try:
-            yield
-        finally:
-            _current = former
-
     def draft(self, batch: Any, *, with_topology: bool = False) -> Any:
-        with self._as_current():
+        self.steps_saved_now = 0
+        with growing(self):
             result = super().draft(batch, with_topology=with_topology)
+        self.steps_saved += self.steps_saved_now
+        self.steps_run += self.speculative_num_steps - 1 - self.steps_saved_now
         verify_input = result[0] if with_topology else result
         if not batch.forward_mode.is_idle():
-            deeper = _deeper(verify_input, self.graft.max_path)
-            result = (deeper, *result[1:]) if with_topology else deeper
+            deep = deeper(verify_input, self.graft.max_path)
+            result = (deep, *result[1:]) if with_topology else deep
         return result
 
     def draft_forward(self, forward_batch: Any) -> Any:
         # Captured graphs replay this function's tensors, so the rows are read where the graph reads them.
-        self.draft_rows = forward_batch.req_pool_indices
-        with self._as_current():
-            return super().draft_forward(forward_batch)
+        self.draft_rows = rows = forward_batch.req_pool_indices
+        self.levels, steps = None, self.speculative_num_steps
+        if not forward_batch.forward_mode.is_idle():
+            # What the table holds depends on nothing that is drafted, so it is looked up beside the draft.
+            self.beside = fork(lambda: self.graft.look_up(rows), rows.device)
+            if self.may_stop_early:
+                self.levels = DraftLevels(self.graft, rows, self.beside.result)
+        try:
+            with growing(self):
+                return super().draft_forward(forward_batch)
+        finally:
+            self.speculative_num_steps = steps
+
+    def level_drafted(
+        self,
+        level: int,
+        scores: torch.Tensor,  # [batch, 1 or topk, topk]
+        tokens: torch.Tensor,  # [batch, topk or topk**2]
+        parents: torch.Tensor,  # [batch, topk + 1 or topk]
+    ) -> None:
+        """One more level has its scores; the engine's loop ends at its ``speculative_num_steps``."""
+        if self.levels is not None and self.levels.add(scores, tokens, parents):
+            self.speculative_num_steps = level + 1
+
+    def grown(self, pool: DraftPool) -> tuple[GraftedTree, torch.Tensor]:
+        """The tree and the stages [batch], when the draft has ended."""
+        steps, levels = self.graft.shape.steps, self.levels
+        self.steps_saved_now = steps - self.speculative_num_steps
+        self.levels = None
+        if levels is not None and levels.tree is not None:
+            return levels.tree
+        return self.graft.graft(pad_pool(pool, self.topk, steps), self.draft_rows, self.beside.join())
 
     # ---- prefill ---------------------------------------------------------------------------------------
 
@@ -121,14 +139,15 @@ class GraftDraftWorker(stock.EagleDraftWorker):
         for req, prefix_len, extend_len in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
             row = req.kv.req_pool_idx
             tokens = (list(req.origin_input_ids) + list(req.output_ids))[: prefix_len + extend_len]
-            last_tokens.append(tokens[-1])
-            start = max(prefix_len - 2, 0)  # an order-2 row needs the two tokens before the chunk
-            if self.row_owner.get(row) != req.rid:
-                self.row_owner[row] = req.rid
-                state.begin(row)
-                start = (
-                    0 if state.private else start
-                )  # what a cached prefix taught others is not ours to read
+            last_tokens.append([-1, *tokens][-2:])
+            start = max(prefix_len - 3, 0)  # a context row needs up to three tokens before the chunk
+            if not self.tenancy.owns(row, req):
+                settings = settings_of(req.sampling_params.custom_params)
+                state.begin(row, self.tenancy.begin(row, req, settings))
+                seed = req.sampling_params.sampling_seed
+                self.seed_buf[row] = seed_of(req.rid) if seed is None else seed
+                # What a cached prefix taught others is not this request's to read.
+                start = 0 if state.private else start
             state.observe(row, torch.tensor(tokens[start:], dtype=torch.int64, device=self.device))
         state.end_prefill(
             batch.req_pool_indices,
@@ -137,8 +156,21 @@ class GraftDraftWorker(stock.EagleDraftWorker):
         )
 
 
-class GraftWorker(stock.EAGLEWorkerV2):
-    """The stock EAGLE worker with GRAFT's draft worker and a tap on the verify logits."""
+class GraftWorker(CappedWorker):
+    """The stock EAGLE worker with GRAFT's draft worker, a tap on the verify logits, and a load cap."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reporter = Reporter(self)
+        self.request_counts = RequestCounts()
+        self.verifies = VerifyCounts()
+        self.camera = Camera()
+
+    def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        super().alloc_memory_pool(*args, **kwargs)
+        if self.state.collector is None:  # counters want candidates in every round
+            draft_path = self._draft_worker.draft_runner.model_config.model_path
+            self.set_up_cap(current_config().graft.load_cap, draft_path)
 
     @property
     def state(self) -> GraftState:
@@ -147,27 +179,65 @@ class GraftWorker(stock.EAGLEWorkerV2):
     def verify(self, batch: Any, pp_proxy_tensors: Any = None, grammar_barrier: Any = None) -> Any:
         if batch.forward_mode.is_idle():
             return super().verify(batch, pp_proxy_tensors, grammar_barrier)
-        state, tree = self.state, self._draft_worker.tree
-        rows, slots = batch.req_pool_indices, batch.spec_info.draft_token_num
+        state, rows, slots = self.state, batch.req_pool_indices, batch.spec_info.draft_token_num
+        plain = slots != state.shape.slots
+        tree = RoundTree.lone_roots(rows) if plain else self._draft_worker.tree
         tokens = batch.spec_info.draft_token.view(-1, slots)
         target: Any = self._target_worker
         tap = _LogitsTap(target, state)
         self._target_worker: Any = tap
         try:
-            result = super().verify(batch, pp_proxy_tensors, grammar_barrier)
+            with drawing(self._draws_of(batch) if state.config.verify == "coupled" else None):
+                result = super().verify(batch, pp_proxy_tensors, grammar_barrier)
         finally:
             self._target_worker = target
         accept_index = result.accept_index
         state.learn(rows, tokens, tree.parents, tree.depths, accept_index, tap.best)
-        state.commit(rows, result.next_token_ids.view(-1, slots), result.accept_lens)
-        state.counters.record(tree.sources, tree.depths, tree.stage, accept_index, result.accept_lens)
+        if plain:  # nothing was proposed, so nothing is counted
+            state.follow(rows, result.next_token_ids.view(-1, slots), result.accept_lens)
+        else:
+            state.commit(rows, result.next_token_ids.view(-1, slots), result.accept_lens)
+            state.counters.record(tree.sources, tree.depths, tree.stage, accept_index, result.accept_lens)
+        self.request_counts.verified(batch.reqs, count_slots(tree.sources, accept_index))
+        if self.camera.wanted:
+            committed = result.next_token_ids.view(-1, slots)
+            accepted = on_path(accept_index, *tokens.shape)
+            self.camera.take(tokens, tree.parents, tree.sources, accepted, committed, result.accept_lens)
         self._draft_worker.keeper.save_when_due()
+        self._compare_ranks(tokens, tree)
+        self.reporter.round_done()
         return result
 
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        super().on_verify_complete_cpu(num_correct_drafts_per_req, batch_size=batch_size)
+        self.request_counts.processed(batch_size)
+        if not self.processed_plain:
+            self.verifies.add(num_correct_drafts_per_req)
+
+    def _draws_of(self, batch: Any) -> Callable[[], Draws]:
+        """What the draws of a verify are keyed by; called by an engine that has a sampling kernel."""
+        positions = batch.spec_info.positions
+
+        def draws() -> Draws:
+            info = batch.sampling_info
+            seeds = self._draft_worker.seed_buf[batch.req_pool_indices.long()]
+            return Draws(seeds, positions, info.min_ps if info.need_min_p_sampling else None)
+
+        return draws
+
+    def _compare_ranks(self, tokens: torch.Tensor, tree: RoundTree) -> None:
+        check, table = self._draft_worker.rank_check, self.state.table
+        if check is not None and check.due():
+            check.compare(
+                tree_tokens=tokens, tree_parents=tree.parents,
+                table_tokens=table.tokens, table_probs=table.probs, table_tags=table.tags,
+            )  # fmt: skip
+
     def clear_cache_pool(self) -> None:
-        """Flushing the cache forgets what was learned, too."""
+        """Flushing the cache forgets what was learned, too, on disk as well."""
         super().clear_cache_pool()
         self.state.clear()
+        self._draft_worker.keeper.forgotten()
 
 
 class _LogitsTap:
@@ -188,21 +258,9 @@ class _LogitsTap:
         return output
 
 
-def _deeper(verify_input: EagleVerifyInput, max_path: int) -> GraftVerifyInput:
-    values = {field.name: getattr(verify_input, field.name) for field in dataclasses.fields(verify_input)}
-    deeper = GraftVerifyInput(**values)
-    deeper.max_path = max_path
-    return deeper
-
-
 def create_state(worker: Any, target: Any) -> GraftState:
     """Size the state from the server's arguments; the table's memory is taken before graphs are captured."""
-    config = current_config().graft
-    if config.table.scope is None:
-        args = worker.server_args
-        scope = "request" if args.api_key or args.admin_api_key else "shared"
-        table = config.table.model_copy(update={"scope": scope})
-        config = config.model_copy(update={"table": table})
+    config = with_scope(current_config().graft, worker.server_args)
     shape = GraftShape(
         slots=worker.speculative_num_draft_tokens,
         topk=worker.topk,
@@ -223,59 +281,3 @@ def create_state(worker: Any, target: Any) -> GraftState:
         config.table.scope,
     )
     return state
-
-
-# ---- the engine's tree builders -----------------------------------------------------------------------
-
-
-def organize(
-    original: Callable[..., Any],
-    score_list: list[torch.Tensor],
-    token_list: list[torch.Tensor],
-    parents_list: list[torch.Tensor],
-    num_draft_token: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Around ``organize_draft_results``: the last step of the draft, inside the captured graph.
-
-    The engine carries three tensors from here to :func:`build_tree`; they hold the grafted tree's parents
-    [batch, slots], its notes [batch, slots, 3] (depth, source, stage) and its tokens [batch, slots - 1].
-    """
-    if _current is None:
-        return original(score_list, token_list, parents_list, num_draft_token)
-    pool = draft_pool(score_list, token_list, parents_list)
-    tree, stage = _current.graft.grow(pool, _current.draft_rows)
-    notes = torch.stack((tree.depths, tree.sources, stage.unsqueeze(1).expand_as(tree.depths)), dim=2)
-    return tree.parents, notes, tree.tokens[:, 1:]
-
-
-def build_tree(
-    original: Callable[..., Any],
-    bonus_tokens: torch.Tensor,  # [batch]
-    parents: torch.Tensor,  # [batch, slots], from `organize`
-    notes: torch.Tensor,  # [batch, slots, 3], from `organize`
-    draft_tokens: torch.Tensor,  # [batch, slots - 1]
-    seq_lens: torch.Tensor,  # [batch]
-    seq_lens_sum: int,
-    topk: int,
-    spec_steps: int,
-    num_verify_tokens: int,
-    tree_mask_mode: Any = 0,
-    tree_mask_buf: torch.Tensor | None = None,
-    fill_prefix_mask: bool = True,
-) -> tuple[torch.Tensor, ...]:
-    """Around ``build_tree_kernel_efficient``: mask, positions and links of the grafted tree."""
-    if _current is None:
-        return original(
-            bonus_tokens, parents, notes, draft_tokens, seq_lens, seq_lens_sum, topk, spec_steps,
-            num_verify_tokens, tree_mask_mode, tree_mask_buf, fill_prefix_mask,
-        )  # fmt: skip
-    _current.tree = RoundTree(parents, notes[:, :, 0], notes[:, :, 1], notes[:, 0, 2])
-    mode = TreeMaskMode(int(tree_mask_mode))
-    if mode == TreeMaskMode.FULL_MASK and tree_mask_buf is None:
-        batch = seq_lens.numel()
-        cells = seq_lens_sum * num_verify_tokens + batch * num_verify_tokens**2
-        tree_mask_buf = torch.empty(cells, dtype=torch.bool, device=seq_lens.device)
-    links = tree_links(parents, seq_lens.long(), mode, tree_mask_buf, fill_prefix_mask)
-    tokens = torch.cat((bonus_tokens.unsqueeze(1), draft_tokens), dim=1).flatten()
-    mask = links.tree_mask if tree_mask_buf is None else tree_mask_buf
-    return (mask, *links[1:], tokens)

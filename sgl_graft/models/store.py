@@ -50,6 +50,18 @@ _ENTRIES = (
         license="Apache-2.0",
         target="smollm2-135m-instruct",
     ),
+    ModelEntry(
+        name="smollm2-135m-instruct-dflash",
+        summary="DFlash draft for smollm2-135m-instruct, two layers, blocks of 8",
+        license="Apache-2.0",
+        target="smollm2-135m-instruct",
+    ),
+    ModelEntry(
+        name="smollm2-135m-instruct-specblock",
+        summary="SpecBlock draft for smollm2-135m-instruct, two layers, blocks of 4",
+        license="Apache-2.0",
+        target="smollm2-135m-instruct",
+    ),
 )
 
 

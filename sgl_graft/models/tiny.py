@@ -1,7 +1,7 @@
 """Tiny random models for tests: built in a second, no download, loaded by transformers and stock SGLang.
 
 target = tiny.build(tmp_path / "llama", "llama")
-draft = tiny.build_draft(tmp_path / "draft", target)
+draft = tiny.build_draft(tmp_path / "draft", target)  # EAGLE-3; build_dflash for DFlash
 """
 
 from __future__ import annotations
@@ -109,4 +109,34 @@ def build_draft(folder: Path, target: Path, *, seed: int = 1, draft_vocab_size: 
                 param.normal_(0.0, 0.05, generator=generator)
     tokens = torch.randperm(config.vocab_size, generator=generator)[:draft_vocab_size]
     export_eagle3(draft, DraftVocab.of(tokens, config.vocab_size), folder)
+    return folder
+
+
+def build_dflash(
+    folder: Path, target: Path, *, seed: int = 2, block_size: int = 6, kv_heads: int | None = None
+) -> Path:
+    """Write a random two-layer DFlash draft for the target in `target` (kept if already there)."""
+    from sgl_graft.draft_training.dflash import DFlashDraft, draft_config
+    from sgl_graft.draft_training.dflash_recipe import export_dflash
+
+    if (folder / "config.json").is_file():
+        return folder
+    config = AutoConfig.from_pretrained(target)
+    draft = DFlashDraft(
+        draft_config(
+            config,
+            target_layer_ids=(1, 2, 3),
+            mask_token_id=VOCAB_SIZE - 1,
+            block_size=block_size,
+            layers=2,
+            intermediate_size=config.intermediate_size,
+            kv_heads=kv_heads,
+        )
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in draft.parameters():
+            if param.ndim > 1:
+                param.normal_(0.0, 0.08, generator=generator)
+    export_dflash(draft, folder)
     return folder

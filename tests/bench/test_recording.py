@@ -7,7 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sgl_graft.bench.recording import GreedyAnswer, Recorder, Recording, Shape, record_all
+from sgl_graft.bench.answers import KnownAnswer
+from sgl_graft.bench.recorder import Recorder, record_all
+from sgl_graft.bench.recording import Recording, Shape
 from sgl_graft.bench.replay import Calibrated, Setting, replay
 from sgl_graft.draft_training.eagle3 import Eagle3Draft, draft_config
 from sgl_graft.draft_training.features import Sample
@@ -23,7 +25,7 @@ LENGTH = 24
 @dataclass(frozen=True)
 class Made:
     recorder: Recorder
-    answers: list[GreedyAnswer]
+    answers: list[KnownAnswer]
     recording: Recording
 
 
@@ -43,7 +45,7 @@ def made() -> Made:
     draft = Eagle3Draft(draft_config(config, draft_vocab_size=40)).eval()
     recorder = Recorder(model, draft, DraftVocab.of(torch.arange(40), VOCAB), SHAPE)
     answers = [
-        GreedyAnswer("a" if i == 0 else "b", i, prompt, greedy(model, prompt))
+        KnownAnswer("a" if i == 0 else "b", i, prompt, greedy(model, prompt))
         for i, prompt in enumerate(PROMPTS)
     ]
     return Made(recorder, answers, record_all(recorder, answers))
@@ -122,3 +124,29 @@ def test_answers_that_are_not_greedy_are_refused(made: Made) -> None:
     wrong = tuple((token + 1) % VOCAB for token in made.answers[0].tokens)
     with pytest.raises(ValueError, match="journal of a T = 0 run"):
         made.recorder.record(made.answers[0].prompt, wrong)
+
+
+def test_an_answer_is_cut_where_the_target_would_have_gone_elsewhere(made: Made) -> None:
+    given = made.answers[0]
+    strange = next(token for token in range(VOCAB) if token != given.tokens[10])
+    cut = made.recorder.record(given.prompt, (*given.tokens[:10], strange, *given.tokens[11:]), cut=True)
+    whole = made.recording.answers[0]
+    assert cut.tokens.tolist() == list(given.tokens[:10])
+    assert torch.equal(cut.next_ids, whole.next_ids[:10])
+    assert torch.equal(cut.pool_tokens, whole.pool_tokens[:10])
+    assert torch.equal(cut.tree_ids, whole.tree_ids[:10])
+
+
+def test_recording_continues_where_it_stopped(made: Made, tmp_path: Path) -> None:
+    file = tmp_path / "r.safetensors"
+    record_all(made.recorder, made.answers[:1], file)
+    before = Recording.load(file).answers[0]
+    never = KnownAnswer(*[getattr(made.answers[0], field) for field in ("dataset", "index")], (1,), (2, 3))
+    again = record_all(made.recorder, [never, made.answers[1]], file)  # the first is there: not looked at
+    assert again.names == made.recording.names == Recording.load(file).names
+    assert torch.equal(again.answers[0].tokens, before.tokens)
+    joined = Recording.join([again, made.recording])
+    assert len(joined.answers) == len(joined.names) == 4
+    other = Recording(Shape(2, 2, 4), VOCAB, (), ())
+    with pytest.raises(ValueError, match="cannot be replayed together"):
+        Recording.join([again, other])

@@ -3,14 +3,37 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
+from sgl_graft.cuda_graph.chain import GraftChain
 from sgl_graft.cuda_graph.eagle_tree import DraftPool, stock_tree
+from sgl_graft.cuda_graph.value_rule import ValueMaps
 
-from sgl_graft.bench.ablation import BASE, check_anchors, markdown, plot_ablation, run_ablation, settings
+from sgl_graft.bench.ablation import BASE, run_ablation, settings
+from sgl_graft.bench.ablation_report import (
+    anchor_markdown,
+    check_anchors,
+    markdown,
+    plot_ablation,
+    warm_up_markdown,
+)
+from sgl_graft.bench.count_replay import count_recording
 from sgl_graft.bench.recording import ROW_WIDTH, Answer, Recording, Shape
-from sgl_graft.bench.replay import Calibrated, Setting, loops, replay, stage_plan
+from sgl_graft.bench.replay import (
+    Calibrated,
+    Replay,
+    Setting,
+    _paths,
+    accepted_path,
+    loops,
+    replay,
+    stage_plan,
+)
 
 SHAPE = Shape(steps=2, topk=2, slots=4)
 VOCAB = 64
@@ -61,7 +84,7 @@ def rounds(setting: Setting, given: Recording) -> list[int]:
 
 
 EAGLE = Setting(BASE, "eagle", SHAPE.slots)
-VALUE = Setting("value", "value", SHAPE.slots, order2_rows=0)
+VALUE = Setting("value", "value", SHAPE.slots, context_rows=0)
 
 
 @pytest.mark.parametrize(("drafted", "expected"), [(0, 12), (1, 6), (2, 4)])
@@ -107,12 +130,80 @@ def test_warm_up_comes_before_each_file() -> None:
         replay(warm, given, Calibrated.none())
 
 
+def test_a_warm_line_says_what_its_table_costs(tmp_path: Path) -> None:
+    one = answer(list(range(10)), [50], 0)
+    given, met = recording(("a", one)), recording(("w", one))
+    warm = replace(VALUE, name="value-warm-1", warm_up=1)
+    for _ in range(2):  # replayed, then read back
+        result = run_ablation(given, [VALUE, warm], Calibrated.none(), tmp_path / "ablation.json", met)
+        cold_line, line = result["lines"]
+        assert "warm_up" not in cold_line
+        cost = line["warm_up"]
+        # Tokens 0 to 8 were roots, and the draft always guessed the same two tokens.
+        assert (cost["answers"], cost["tokens"], cost["rows"]) == (1, 9, 11)
+        assert cost["row_bytes"] == 11 * 8 * (4 + 2)
+        assert cost["file_bytes"] > (VOCAB + 2) * 8 * (4 + 2)
+        assert cost["load_s"] > 0
+    assert "| 4 | 1 |" in warm_up_markdown(result)
+    assert warm_up_markdown({"lines": [cold_line]}) == ""
+
+
 def test_order_two_rows_tell_contexts_apart() -> None:
     # After 1 comes 2 or 3, depending on what came before 1.
     tokens = [7, 1, 2, 8, 1, 3] * 6
     given = recording(("a", answer(tokens, [50], 0)))
     narrow = replace(VALUE, slots=2)  # one guess a round
-    assert rounds(replace(narrow, order2_rows=4096), given)[0] < rounds(narrow, given)[0]
+    assert rounds(replace(narrow, context_rows=4096), given)[0] < rounds(narrow, given)[0]
+
+
+class StagedBesidePruned(Replay):
+    """Replays `staged`, and at every round also asks what its prune-only tree would have accepted."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pruned = GraftChain.create(self.plan.prune_only(), self.chain.topk, self.chain.steps)
+        self.accepted: list[tuple[int, int]] = []  # by the pruned tree, by the grafted one
+
+    def _grow(self, pool: DraftPool, root: torch.Tensor, context: torch.Tensor) -> Any:
+        retrieved = self.chain.retrieve(self.table, torch.zeros_like(root), root, context)
+        self.alone = self.pruned.graft_staged(pool, retrieved, root, self._stage(pool))
+        return super()._grow(pool, root, context)
+
+    def _learn(self, answer: Answer, position: int, tokens: Any, parents: Any, *rest: Any) -> None:
+        truth = answer.tokens.tolist()[position + 1 :]
+        lengths, paths = [], []
+        for tree in ((self.alone.tokens, self.alone.parents), (tokens, parents)):
+            rows = [side[0].tolist() for side in tree]
+            lengths.append(len(accepted_path(*rows, truth)))
+            paths.append(set(_paths(*rows)) - {None})
+        assert paths[0] <= paths[1]
+        assert len(paths[0]) == 1 + self.plan.num_draft[int(self._stage(answer.pool(position)))]
+        self.accepted.append((lengths[0], lengths[1]))
+        super()._learn(answer, position, tokens, parents, *rest)
+
+
+@settings_of_hypothesis(max_examples=40, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 5), min_size=4, max_size=24),
+    drafted=st.integers(0, 2),
+    slots=st.integers(2, 7),
+    thresholds=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+def test_staged_accepts_no_less_than_its_pruned_tree_round_by_round(
+    tokens: list[int], drafted: int, slots: int, thresholds: tuple[float, float]
+) -> None:
+    calibrated = Calibrated(ValueMaps.identity(1), dict(enumerate(thresholds)))
+    setting = Setting("staged", "staged", slots, context_rows=256)
+    runner = StagedBesidePruned(setting, SHAPE, VOCAB, calibrated)
+    runner.run("a", 0, answer(tokens, [4, 5], drafted))
+    assert all(grafted >= pruned for pruned, grafted in runner.accepted)
+
+
+def test_the_round_by_round_comparison_sees_rounds_that_grafting_wins() -> None:
+    setting = Setting("staged", "staged", 6, context_rows=256)
+    runner = StagedBesidePruned(setting, SHAPE, VOCAB, Calibrated.none())
+    runner.run("a", 0, answer([*range(10), *range(10)], [50], 0))
+    assert any(grafted > pruned for pruned, grafted in runner.accepted)
 
 
 def test_every_setting_of_the_table_has_a_plan_at_both_sizes() -> None:
@@ -148,10 +239,18 @@ def test_ablation_resumes_compares_and_prints(tmp_path: Path) -> None:
     output.write_text(json.dumps(old))
     again = run_ablation(given, [EAGLE], Calibrated.none(), output)
     assert again["lines"][0]["by_file"]["a"] == 1.0
+    assert len(again["lines"]) == 1 and len(again["replays"]) == 2  # the other one's stays, too
 
     served = {"runs": [{"variant": BASE, "dataset": "a", "temperature": 0.0, "accept_length": 1.92}]}
+    served["runs"][0]["concurrency"] = 8
+    assert f"| {SHAPE.slots} | {BASE} | 8 | 1.900 | 1.920 | -1.0% | yes |" in anchor_markdown(
+        result, served, (SHAPE.slots,)
+    )
     (anchor,) = check_anchors(result, served, SHAPE.slots)
     assert (anchor["files"], anchor["agrees"]) == (1, True)
+    shape = ["--speculative-num-draft-tokens", str(SHAPE.slots + 1)]
+    other_slots = served | {"settings": {"variants": {BASE: {"server_args": shape}}}}
+    assert check_anchors(result, other_slots, SHAPE.slots) == []
     served["runs"][0]["accept_length"] = 2.2
     assert not check_anchors(result, served, SHAPE.slots)[0]["agrees"]
 
@@ -164,3 +263,21 @@ def test_loops_are_told_from_answers() -> None:
     assert loops([1, 2, 3, 4, 5, 6, 7, 8] * 3)
     assert not loops([1, 2, 3, 4, 5, 6, 7, 8] * 2)
     assert not loops(range(200))
+
+
+def test_a_recording_is_counted_for_calibration() -> None:
+    """The draft is always right about one token and never about the second."""
+    tokens = list(range(13))
+    given = recording(("a", answer(tokens, [50], 1)))
+    content = count_recording(given, SHAPE.slots)
+    assert (content["vocab_size"], content["steps"], content["topk"]) == (VOCAB, SHAPE.steps, SHAPE.topk)
+    assert content["rounds"] == rounds(VALUE, given)[0] == 6
+    draft_seen, draft_true = (sum(map(sum, content[name][0][:1])) for name in ("seen", "true"))
+    assert (draft_seen, draft_true) == (12, 6)  # two guesses a round at depth one
+    assert sum(map(sum, content["true"][0][1:])) == 0
+    stopped, went_on = ([sum(depth) for depth in side] for side in content["gates"])
+    assert (stopped, went_on) == ([6, 6], [0, 0])  # nothing lay beyond depth 0, nor was depth 1 right
+    staged = content["staged"]
+    assert staged["checkpoints"] == list(stage_plan(replace(VALUE, rule="staged"), SHAPE.steps).checkpoints)
+    assert {tuple(row) for row in staged["lengths"]} == {(2,) * (len(staged["checkpoints"]) + 1)}
+    assert staged["confidence"][0] == pytest.approx([0.9, 0.8][: len(staged["checkpoints"])])

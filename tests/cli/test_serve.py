@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from sgl_graft.cli import serve
-from sgl_graft.cli.serve import TreeSettings, default_server_args
+from sgl_graft.cli.serve import TreeSettings, default_server_args, tree_to_serve
 
 
 @pytest.fixture
@@ -35,6 +35,15 @@ def test_a_tree_and_a_chain(draft: Path) -> None:
     assert spec(TreeSettings(topk=1)) == ["5", "1", "6"]
     with pytest.raises(ValueError, match="chain of 6 slots, not 16"):
         spec(TreeSettings(topk=1, slots=16))
+
+
+def test_the_served_tree_suits_the_machine_unless_one_is_asked_for() -> None:
+    given = TreeSettings(config=Path("graft.yaml"))
+    assert tree_to_serve("GRAFT", given, "cpu") == TreeSettings(2, 4, 8, Path("graft.yaml"))
+    assert tree_to_serve("GRAFT", given, "cuda") == given
+    assert tree_to_serve("EAGLE3", given, "cpu") == given
+    asked = TreeSettings(slots=16)
+    assert tree_to_serve("GRAFT", asked, "cpu") == asked
 
 
 def test_a_gpu_sizes_its_own_pool(draft: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,11 +13,9 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
 from sgl_graft.cpu import fused_layers, kernels, native_build
 
-pytestmark = pytest.mark.skipif(
-    # Asked of the machine, not of the kernels: kernels that fail to build must fail here.
-    shutil.which(os.environ.get("CXX", "g++")) is None,
-    reason="no C++ compiler here",
-)
+from .compiler import needs_compiler
+
+pytestmark = needs_compiler
 
 TYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -159,3 +159,11 @@ def test_built_trees_link_back_to_their_parents() -> None:
             seen = mask.view(batch, slots, slots)[request, slot].nonzero().flatten().tolist()
             assert set(seen) == path
             assert positions.view(batch, slots)[request, slot] == seq_lens[request] + len(path) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_last_locations_are_where_pages_go_on(dtype: torch.dtype) -> None:
+    req_to_token = torch.arange(60, dtype=torch.int32).view(3, 20)
+    lengths = torch.tensor([5, 0, 20], dtype=dtype)
+    found = spec_ops.last_locations(req_to_token, torch.tensor([2, 1, 0]), lengths)
+    assert found.dtype == dtype and found.tolist() == [44, -1, 19]

@@ -34,7 +34,7 @@ def make_chain(device: str = "cpu") -> GraftChain:
 
 
 def random_table(gen: torch.Generator) -> SuccessorTable:
-    table = SuccessorTable.create(VOCAB, 8, num_tables=2, order2_rows=16)
+    table = SuccessorTable.create(VOCAB, 8, num_tables=2, context_rows=16)
     table.tokens[: table.empty_row].copy_(torch.randint(-1, VOCAB, (table.empty_row, 8), generator=gen))
     table.probs[: table.empty_row].copy_(torch.rand(table.empty_row, 8, generator=gen))
     return table
@@ -51,7 +51,7 @@ def random_inputs(gen: torch.Generator, live: int, seed: int) -> ChainInputs:
 def spoil_padding(buffers: GraftBuffers, live: int, rng: random.Random) -> None:
     """What a larger batch, or a bug, may have left behind."""
     wild = [-(2**62), -5, -1, 0, 3, VOCAB, 2**40]
-    for tensor in (buffers.root_tokens, buffers.previous_tokens, buffers.table_index, *buffers.pool[:2]):
+    for tensor in (buffers.root_tokens, buffers.contexts, buffers.table_index, *buffers.pool[:2]):
         rows = tensor[live:]
         rows.copy_(torch.tensor([rng.choice(wild) for _ in range(rows.numel())]).view_as(rows))
     buffers.seq_lens[live:] = rng.choice([1, 9])
@@ -65,7 +65,7 @@ def chain_over(
     maps = ValueMaps.identity(4)
 
     def run() -> tuple[GraftedTree, TreeLinks]:
-        retrieved = chain.retrieve(table, buffers.table_index, buffers.root_tokens, buffers.previous_tokens)
+        retrieved = chain.retrieve(table, buffers.table_index, buffers.root_tokens, buffers.contexts)
         if staged:
             stage = chain.stage(buffers.pool.scores, thresholds)
             tree = chain.graft_staged(buffers.pool, retrieved, buffers.root_tokens, stage)
@@ -120,12 +120,12 @@ def test_padding_never_writes_the_table(seed: int, live: int) -> None:
             tree.tokens[:rows],
             tree.parents[:rows],
             tree.depths[:rows],
-            padded.previous_tokens[:rows],
+            padded.contexts[:rows],
             accepted[:rows],
             logits[: rows * SLOTS],
         )
     read = tables[0].discard_row
-    for left, right in zip(*((t.tokens[:read], t.probs[:read], t.pairs[:-1]) for t in tables), strict=True):
+    for left, right in zip(*((t.tokens[:read], t.probs[:read], t.tags[:-1]) for t in tables), strict=True):
         assert torch.equal(left, right)
 
 
@@ -159,8 +159,8 @@ def full_round(device: str, staged: bool) -> Callable[[], object]:
     live = 2
     chain = make_chain(device)
     lists = [[t.to(device) for t in part] for part in random_draft(5, live, TOPK, STEPS, VOCAB)]
-    table = SuccessorTable.create(VOCAB, 8, num_tables=2, order2_rows=16, device=device)
-    roots, previous, index, seq_lens, targets, logits, thresholds = (
+    table = SuccessorTable.create(VOCAB, 8, num_tables=2, context_rows=16, device=device)
+    roots, contexts, index, seq_lens, targets, logits, thresholds = (
         t.to(device)
         for t in (
             torch.tensor([3, 4]),
@@ -177,7 +177,7 @@ def full_round(device: str, staged: bool) -> Callable[[], object]:
 
     def run() -> None:
         pool: DraftPool = draft_pool(*lists)
-        retrieved = chain.retrieve(table, index, roots, previous)
+        retrieved = chain.retrieve(table, index, roots, contexts)
         if staged:
             tree = chain.graft_staged(pool, retrieved, roots, chain.stage(pool.scores, thresholds))
         else:
@@ -187,8 +187,8 @@ def full_round(device: str, staged: bool) -> Callable[[], object]:
             tree_links(tree.parents, seq_lens, mode, buffer)
         path = walk_accepted(tree.tokens, tree.parents, targets, chain.max_path)
         accepted = accepted_slots(path.accept_index, SLOTS)
-        update_from_logits(table, index, tree.tokens, tree.parents, tree.depths, previous, accepted, logits)
-        observe_prompt(table, index, previous, roots, roots.flip(0))
+        update_from_logits(table, index, tree.tokens, tree.parents, tree.depths, contexts, accepted, logits)
+        observe_prompt(table, index, contexts, roots, roots.flip(0))
 
     return run
 

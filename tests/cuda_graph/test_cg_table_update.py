@@ -10,10 +10,11 @@ from cg_trees import TreeBatch, property_test, tree_batches
 from hypothesis import given
 from hypothesis import strategies as st
 from sgl_graft.cuda_graph.prompt_update import observe_prompt
-from sgl_graft.cuda_graph.successor_table import SuccessorTable, order2_slots, pack_pairs
+from sgl_graft.cuda_graph.successor_table import SuccessorTable, context_places, contexts_within
 from sgl_graft.cuda_graph.table_update import accepted_slots, update_from_logits
 from sgl_graft.cuda_graph.top_successors import top_successors
 from sgl_graft.cuda_graph.tree_links import tree_links
+from test_cg_retrieve import pack, random_context
 from torch import Tensor
 
 VOCAB, K = 7, 3
@@ -64,28 +65,37 @@ def test_top_successors_refuses_impossible_sizes() -> None:
         top_successors(torch.zeros(1, 8), 2, 9)
 
 
-def row_of(table: SuccessorTable, index: int, before: int | None, token: int) -> int:
-    """Row of a token, or of a pair when `before` is given."""
-    if before is None:
+def row_of(table: SuccessorTable, index: int, tag: int | None, token: int) -> int:
+    """Row of a token, or of a context when its tag is given."""
+    if tag is None:
         return index * table.vocab_size + token
-    pair = pack_pairs(torch.tensor(before), torch.tensor(token))
-    return table.first_order2_row + int(order2_slots(table, torch.tensor(index), pair))
+    return table.first_context_row + int(context_places(table, torch.tensor(index), torch.tensor(tag)))
+
+
+def tag_of(table: SuccessorTable, *text: int | None) -> int:
+    """Tag of the context row that ends a text; unknown ids and what stands before the text are None."""
+    named = [token if token is not None and 0 <= token < VOCAB else None for token in text]
+    return pack(*[None, None, *named][-table.context_len :])
 
 
 @property_test
 @given(tree_batches(vocab=VOCAB + 2), st.integers(0, 2**31), st.sampled_from([0, 4, 64]))
-def test_update_from_logits(batch: TreeBatch, seed: int, order2_rows: int) -> None:
+def test_update_from_logits(batch: TreeBatch, seed: int, context_rows: int) -> None:
     """Accepted before rejected, then shallow, then low slots; pads and unknown ids write nothing."""
     gen = torch.Generator().manual_seed(seed)
-    table = SuccessorTable.create(VOCAB, K, 2, order2_rows)
+    rng = random.Random(seed)
+    table = SuccessorTable.create(VOCAB, K, 2, context_rows, rng.choice([2, 3]))
     before = table.tokens.clone()
     index = torch.randint(-1, 3, (batch.batch,), generator=gen)
-    previous = torch.randint(-1, VOCAB + 1, (batch.batch,), generator=gen)
+    contexts = [random_context(rng, table) for _ in range(batch.batch)]
     accepted = torch.rand(batch.tokens.shape, generator=gen) < 0.3
     links = tree_links(batch.parents, torch.zeros_like(batch.seq_lens))
     depths = links.positions.view_as(batch.tokens)
     logits = torch.randn(batch.tokens.numel(), VOCAB + 1, generator=gen)
-    best = update_from_logits(table, index, batch.tokens, batch.parents, depths, previous, accepted, logits)
+    before_roots = torch.tensor(contexts)
+    best = update_from_logits(
+        table, index, batch.tokens, batch.parents, depths, before_roots, accepted, logits
+    )
 
     claims: dict[int, tuple] = {}
     for row in range(batch.batch):
@@ -95,19 +105,26 @@ def test_update_from_logits(batch: TreeBatch, seed: int, order2_rows: int) -> No
                 continue
             flat = row * batch.slots + slot
             rank = (not bool(accepted[row, slot]), int(depths[row, slot]), flat)
-            above = int(previous[row]) if slot == 0 else int(batch.tokens[row, parent])
-            for context in [None] + ([above] if order2_rows and 0 <= above < VOCAB else []):
-                target = row_of(table, int(index[row]), context, token)
-                claims[target] = min(claims.get(target, (rank, context, token)), (rank, context, token))
+            text, at = [token], slot  # from the node up to the root, then what led to it
+            while at > 0:
+                at = int(batch.parents[row, at])
+                text.append(int(batch.tokens[row, at]))
+            if contexts[row] >= 0:
+                text += [contexts[row] % 2**21, contexts[row] >> 21]
+            has_context = context_rows and (slot > 0 or contexts[row] >= 0)
+            for tag in [None] + ([tag_of(table, *text[::-1])] if has_context else []):
+                target = row_of(table, int(index[row]), tag, token)
+                claim = (rank, tag, token)
+                claims[target] = min(claims.get(target, claim), claim, key=lambda each: each[0])
     expected = before.clone()
-    for target, ((_, _, flat), context, token) in claims.items():
+    for target, ((_, _, flat), tag, _) in claims.items():
         expected[target] = best.ids[flat]
         assert table.probs[target].tolist() == best.probs[flat].tolist()
-        if context is not None:
-            assert int(table.pairs[target - table.first_order2_row]) == (context << 32) + token
+        if tag is not None:
+            assert int(table.tags[target - table.first_context_row]) == tag
     assert torch.equal(table.tokens[: table.discard_row], expected[: table.discard_row])
-    tagged = int((table.pairs[:-1] >= 0).sum())
-    assert tagged == sum(target >= table.first_order2_row for target in claims)
+    tagged = int((table.tags[:-1] >= 0).sum())
+    assert tagged == sum(target >= table.first_context_row for target in claims)
 
 
 def test_accepted_slots() -> None:
@@ -131,33 +148,35 @@ def insert_one_by_one(
 
 @property_test
 @given(st.integers(0, 2**31), st.integers(1, 25), st.sampled_from([0, 4, 64]), st.sampled_from([0.3, 0.5]))
-def test_observe_prompt(seed: int, length: int, order2_rows: int, prior: float) -> None:
+def test_observe_prompt(seed: int, length: int, context_rows: int, prior: float) -> None:
     rng = random.Random(seed)
-    table = SuccessorTable.create(VOCAB, K, 2, order2_rows)
+    table = SuccessorTable.create(VOCAB, K, 2, context_rows, rng.choice([2, 3]))
     fill_rows(table, rng)
-    old_tokens, old_probs, old_pairs = table.tokens.clone(), table.probs.clone(), table.pairs.clone()
+    old_tokens, old_probs, old_tags = table.tokens.clone(), table.probs.clone(), table.tags.clone()
     text = [rng.choice([*range(VOCAB), VOCAB, 2**33]) for _ in range(length)]
     index = [rng.choice([0, 1, 1, 1, 2, -1]) for _ in range(length)]
-    previous, following = [-1, *text[:-1]], [*text[1:], -1]
-    observe_prompt(table, *(torch.tensor(v) for v in (index, previous, text, following)), prior)
+    following = [*text[1:], -1]
+    tags = [None, *(tag_of(table, *text[: i + 1]) for i in range(1, length))]  # nothing before the first
+    contexts = contexts_within(table, torch.tensor(text))
+    observe_prompt(table, torch.tensor(index), contexts, *(torch.tensor(v) for v in (text, following)), prior)
 
     seen: dict[int, list[int]] = {}
     source: dict[int, int] = {}
-    owner: dict[int, tuple[int, int]] = {}
-    steps = list(zip(index, previous, text, following, strict=True))
+    owner: dict[int, int] = {}
+    steps = list(zip(index, tags, text, following, strict=True))
     known = [s for s in steps if s[0] in (0, 1) and s[2] < VOCAB and 0 <= s[3] < VOCAB]
-    for table_id, before, token, _ in known:
-        if order2_rows and 0 <= before < VOCAB:
-            owner[row_of(table, table_id, before, token)] = (before, token)
-    for table_id, before, token, after in known:
+    for table_id, tag, token, _ in known:
+        if context_rows and tag is not None:
+            owner[row_of(table, table_id, tag, token)] = tag
+    for table_id, tag, token, after in known:
         row1 = row_of(table, table_id, None, token)
         seen.setdefault(row1, []).append(after)
         source[row1] = row1
-        row2 = row_of(table, table_id, before, token) if order2_rows and 0 <= before < VOCAB else -1
-        if row2 >= 0 and owner[row2] == (before, token):
+        row2 = row_of(table, table_id, tag, token) if context_rows and tag is not None else -1
+        if row2 >= 0 and owner[row2] == tag:
             seen.setdefault(row2, []).append(after)
-            held = int(old_pairs[row2 - table.first_order2_row]) == (before << 32) + token
-            source[row2] = row2 if held else -row1 - 1  # a new pair starts from the updated order-1 row
+            held = int(old_tags[row2 - table.first_context_row]) == tag
+            source[row2] = row2 if held else -row1 - 1  # a new context starts from the updated order-1 row
 
     def entries(tokens: Tensor, probs: Tensor, row: int) -> list[tuple[int, float]]:
         return [(t, p) for t, p in zip(tokens[row].tolist(), probs[row].tolist(), strict=True) if t >= 0]
@@ -176,24 +195,23 @@ def test_observe_prompt(seed: int, length: int, order2_rows: int, prior: float) 
         found = entries(table.tokens, table.probs, row)
         assert [token for token, _ in found] == [token for token, _ in expected]
         assert [prob for _, prob in found] == pytest.approx([prob for _, prob in expected], abs=2e-3)
-        if row >= table.first_order2_row:
-            before, token = owner[row]
-            assert int(table.pairs[row - table.first_order2_row]) == (before << 32) + token
+        if row >= table.first_context_row:
+            assert int(table.tags[row - table.first_context_row]) == owner[row]
     assert table.tokens[table.empty_row].tolist() == [-1] * K
 
 
 def fill_rows(table: SuccessorTable, rng: random.Random) -> None:
-    """Rows with 0 to K distinct successors, entries first; some order-2 rows in use."""
+    """Rows with 0 to K distinct successors, entries first; some context rows in use."""
     for row in range(table.empty_row):
         count = rng.randint(0, K)
         successors = rng.sample(range(VOCAB), count) + [-1] * (K - count)
         table.tokens[row] = torch.tensor(successors, dtype=torch.int32)
         probs = [0.3] * count + [0.0] * (K - count)
         table.probs[row] = torch.tensor(probs, dtype=torch.float16)
-    for index in range(2 if table.order2_rows else 0):
+    for index in range(2 if table.context_rows else 0):
         for _ in range(5):
-            pair = pack_pairs(torch.tensor(rng.randrange(VOCAB)), torch.tensor(rng.randrange(VOCAB)))
-            table.pairs[order2_slots(table, torch.tensor(index), pair)] = pair
+            tag = torch.tensor(tag_of(table, *rng.choices(range(VOCAB), k=3)))
+            table.tags[context_places(table, torch.tensor(index), tag)] = tag
 
 
 def test_observed_text_is_retrieved_in_recency_order() -> None:

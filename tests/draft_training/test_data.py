@@ -121,12 +121,20 @@ def test_template_pieces_rebuild_the_template() -> None:
     assert built == encode(rendered.removesuffix("<|im_end|>\n"))
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 6, 7, 30])
+def test_captured_layers_are_those_that_sglang_captures(num_layers: int) -> None:
+    named = [2, num_layers // 2, num_layers - 3]  # set_eagle3_layers_to_capture(None)
+    assert features.default_layers(num_layers) == tuple(i for i in range(num_layers) if i in named)
+    assert features.default_layers(30) == (2, 15, 27)
+    assert features.default_layers(3) == (0, 1, 2)
+
+
 def test_features_are_what_the_target_computes(target: Path, data: Path, feature_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(target)
     written = dialogues.load(sorted(data.glob("*"))[0]).dialogues
     shard = features.FeatureShard(sorted(feature_folder.glob("*"))[0])
     assert len(shard) == len(written)
-    assert shard.layers == (2, 3, 3) == features.default_layers(6)
+    assert shard.layers == (2, 3) == features.default_layers(6)
     for i in (0, 11):
         sample = shard.sample(i)
         out = model(torch.tensor([written[i].ids]), output_hidden_states=True)

@@ -139,12 +139,13 @@ def test_export_is_what_sglang_loads(target: Path, data: Path, feature_folder: P
         "draft_vocab_size": 128,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
+        "num_aux_hidden_states": 2,  # a target of six layers; three would go without saying
     }
     assert {k: config[k] for k in expected} == expected
     tensors = load_file(tmp_path / "export" / "model.safetensors")
     h, wide, q, kv, mlp = 128, 256, 4 * 32, 2 * 32, 256
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {
-        "fc.weight": (h, 3 * h),
+        "fc.weight": (h, 2 * h),
         "midlayer.self_attn.q_proj.weight": (q, wide),
         "midlayer.self_attn.k_proj.weight": (kv, wide),
         "midlayer.self_attn.v_proj.weight": (kv, wide),

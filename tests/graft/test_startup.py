@@ -1,12 +1,16 @@
 """What GRAFT refuses before a model is loaded."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+from sgl_graft.cuda_graph.successor_table import SuccessorTable
 
-from sgl_graft.config import Config, load_config_text
+from sgl_graft.config import Config, GraftConfig, load_config_text
 from sgl_graft.graft import startup
-from sgl_graft.graft.startup import check_graft
+from sgl_graft.graft.calibration import Calibration, write_calibration
+from sgl_graft.graft.startup import check_graft, with_scope
+from sgl_graft.graft.store import TableIdentity, save_table
 
 
 def arguments(**changed):
@@ -18,6 +22,15 @@ def arguments(**changed):
         "speculative_adaptive": False,
         "model_path": "someone/somewhere",
         "trust_remote_code": False,
+        "tp_size": 1,
+        "speculative_accept_threshold_single": 1.0,
+        "speculative_accept_threshold_acc": 1.0,
+        "api_key": None,
+        "admin_api_key": None,
+        "grammar_backend": None,
+        "disaggregation_mode": "null",
+        "enable_dp_attention": False,
+        "enable_lora": False,
     }
     return SimpleNamespace(**values | changed)
 
@@ -42,6 +55,11 @@ def test_the_default_passes(configured):
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
         ({"speculative_num_draft_tokens": 0}, "slots"),
+        ({"speculative_num_steps": 0}, "at least 1 step"),
+        (
+            {"speculative_num_steps": 40, "speculative_num_draft_tokens": 60},
+            r"--speculative-num-steps \(40\)",
+        ),
     ],
 )
 def test_arguments_that_cannot_work_are_named(configured, changed, named):
@@ -54,8 +72,9 @@ def test_arguments_that_cannot_work_are_named(configured, changed, named):
     [
         ('{"graft": {"depth": 4}}', "graft.depth is 4"),
         ('{"graft": {"depth": 16}}', "graft.depth is 16"),
+        ('{"graft": {"rule": "staged", "thresholds": [0.1, 0.2, 0.3, 0.4]}}', "has 4 values; the 3 gates"),
         ('{"graft": {"rule": "staged", "thresholds": [0.1]}}', "has 1 values; the 3 gates"),
-        ('{"graft": {"table": {"order2_rows": 1000}}}', "power of two"),
+        ('{"graft": {"table": {"context_rows": 1000}}}', "power of two"),
     ],
 )
 def test_configurations_that_cannot_work_are_named(configured, config, named):
@@ -89,8 +108,57 @@ def test_named_files_are_checked_at_start(configured, monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "get_config", lambda *_, **__: None)
     monkeypatch.setattr(hub, "get_hf_text_config", lambda _: SimpleNamespace(vocab_size=10))
     missing = tmp_path / "none"
-    for section in (f'"calibration": "{missing}"', f'"table": {{"path": "{missing}"}}'):
-        configured(f'{{"graft": {{{section}}}}}')
-        with pytest.raises(ValueError, match=str(missing)):
+    broken = tmp_path / "broken"
+    broken.write_text('{"target": 1')
+    foreign_table, foreign_calibration = tmp_path / "table", tmp_path / "calibration"
+    other = SuccessorTable.create(10, k=8, context_rows=65536, context_len=3)
+    save_table(other, foreign_table, TableIdentity("another target", "another tokenizer"))
+    write_calibration(foreign_calibration, Calibration(target="another", vocab_size=11))
+    for path, setting, named in (
+        (missing, "calibration", "sgl-graft calibrate"),
+        (broken, "calibration", "sgl-graft calibrate"),
+        (foreign_calibration, "calibration", "vocabulary of 11, the target has 10"),
+        (missing, "table.path", "leave graft.table.path out"),
+        (broken, "table.path", "cannot be read.* leave graft.table.path out"),
+        (foreign_table, "table.path", "has target 'another target'.* leave graft.table.path out"),
+    ):
+        section = {"calibration": str(path)} if setting == "calibration" else {"table": {"path": str(path)}}
+        configured(json.dumps({"graft": section}))
+        with pytest.raises(ValueError, match=rf"(?s){path}.*{named}"):
             check_graft(arguments(model_path=str(tmp_path)))
     assert Config().graft.calibration is None
+
+
+@pytest.mark.parametrize("scope", ["group", "request"])
+def test_a_private_table_is_not_stored(scope):
+    with pytest.raises(ValueError, match=f"scope {scope}.* is never stored"):
+        load_config_text(f'{{"graft": {{"table": {{"scope": "{scope}", "path": "x"}}}}}}')
+
+
+def test_api_keys_make_tables_private(configured):
+    keys = arguments(api_key="k")
+    assert with_scope(GraftConfig(), keys).table.scope == "request"
+    assert with_scope(GraftConfig(), arguments()).table.scope == "shared"
+    configured('{"graft": {"table": {"save_path": "x"}}}')
+    check_graft(arguments())
+    with pytest.raises(ValueError, match=r"with API keys .* set graft.table.scope to shared"):
+        check_graft(keys)
+    configured('{"graft": {"table": {"save_path": "x", "scope": "shared"}}}')
+    check_graft(keys)
+
+
+def test_lossy_thresholds_belong_to_the_engines_own_verify(configured):
+    lossy = arguments(speculative_accept_threshold_acc=0.9)
+    with pytest.raises(
+        ValueError, match=r"--speculative-accept-threshold-acc 0.9 .* graft.verify to target_only"
+    ):
+        check_graft(lossy)
+    configured('{"graft": {"verify": "target_only"}}')
+    check_graft(lossy)
+
+
+def test_ranks_do_not_empty_their_tables_by_the_clock(configured):
+    configured('{"graft": {"table": {"save_path": "x", "retain_days": 7}}}')
+    check_graft(arguments())
+    with pytest.raises(ValueError, match=r"retain_days 7.0 needs --tp 1.*sgl-graft forget"):
+        check_graft(arguments(tp_size=2))

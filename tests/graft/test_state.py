@@ -1,21 +1,28 @@
 """GRAFT's device state without an engine: trees, learning, privacy, refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sgl_graft.cuda_graph.eagle_tree import DraftPool, pool_level_sizes
+from sgl_graft.cuda_graph.successor_table import contexts_within
 
 from sgl_graft.config import GraftConfig, TableConfig
 from sgl_graft.graft.calibration import Calibration
 from sgl_graft.graft.shape import GraftShape
 from sgl_graft.graft.state import GraftState
+from sgl_graft.graft.tenancy import Assignment
 
 VOCAB = 50
 SHAPE = GraftShape(slots=8, topk=2, steps=3, num_rows=4, vocab_size=VOCAB)
 
 
 def make_state(rule="value", scope="shared", **config):
-    table = TableConfig(row_width=4, order2_rows=64, scope=scope)
-    return GraftState(GraftConfig(rule=rule, table=table, **config), SHAPE, Calibration())
+    table = TableConfig(row_width=4, context_rows=64, scope=scope)
+    state = GraftState(GraftConfig(rule=rule, table=table, **config), SHAPE, Calibration())
+    for row in range(SHAPE.num_rows):
+        state.begin(row, Assignment(row if scope == "request" else 0))
+    return state
 
 
 def make_pool(batch=2, seed=0):
@@ -56,7 +63,7 @@ def test_an_observed_prompt_is_retrieved_and_grafted():
     state = make_state()
     state.observe(0, torch.tensor([7, 8, 9, 10, 11, 12, 13]))
     row = torch.tensor([2])
-    state.end_prefill(row, torch.tensor([7]), torch.tensor([8]))
+    state.end_prefill(row, torch.tensor([[-1, 7]]), torch.tensor([8]))
     pool = make_pool(batch=1)
     hopeless = DraftPool(pool.tokens, pool.parents, pool.scores * 1e-6)
     tree, _ = state.grow(hopeless, row)
@@ -85,31 +92,36 @@ def weights_sum(tree, request):
     return weights_to_floats(tree.weights[request]).sum()
 
 
-def test_commit_remembers_the_last_two_tokens():
+@pytest.mark.parametrize("context_len", [2, 3])
+def test_commit_remembers_the_last_token_and_what_stands_before_it(context_len):
     state = make_state()
-    rows = torch.tensor([1, 2])
-    state.end_prefill(rows, torch.tensor([5, 6]), torch.tensor([7, 8]))
-    state.commit(rows, torch.tensor([[10, 11, 12, 0], [20, 0, 0, 0]]), torch.tensor([3, 1]))
-    assert state.root_buf[rows].tolist() == [12, 20]
-    assert state.previous_buf[rows].tolist() == [11, 8]
+    state.table = replace(state.table, context_len=context_len)
+    rows = torch.tensor([1, 2, 3])
+    state.end_prefill(rows, torch.tensor([[4, 5], [5, 6], [6, 7]]), torch.tensor([7, 8, 9]))
+    new = torch.tensor([[10, 11, 12, 0], [20, 0, 0, 0], [30, 31, 0, 0]])
+    texts = [[4, 5, 7, 10, 11, 12], [5, 6, 8, 20], [6, 7, 9, 30, 31]]
+    state.commit(rows, new, torch.tensor([3, 1, 2]))
+    assert state.root_buf[rows].tolist() == [12, 20, 31]
+    expected = [int(contexts_within(state.table, torch.tensor(text))[-1]) for text in texts]
+    assert state.context_buf[rows].tolist() == expected
+    assert len(set(expected)) == 3
 
 
 def test_private_tables_share_nothing_and_are_emptied_for_the_next_owner():
     state = make_state(scope="request")
-    state.begin(1)
     state.observe(1, torch.tensor([7, 8, 9]))
     rows = torch.tensor([1, 2])
-    state.end_prefill(rows, torch.tensor([7, 7]), torch.tensor([8, 8]))
+    state.end_prefill(rows, torch.tensor([[-1, 7], [-1, 7]]), torch.tensor([8, 8]))
     tree, _ = state.grow(make_pool(), rows)
     assert 9 in tree.tokens[0, 1:].tolist() and int(tree.sources[1].max()) == 1
-    state.begin(1)
+    state.begin(1, Assignment(1, clear=1))
     assert int(state.grow(make_pool(), rows)[0].sources.max()) == 1
 
 
 def test_learning_follows_the_logits():
     state = make_state()
     row = torch.tensor([0])
-    state.end_prefill(row, torch.tensor([3]), torch.tensor([4]))
+    state.end_prefill(row, torch.tensor([[2, 3]]), torch.tensor([4]))
     tokens = torch.tensor([[4, 5, 0, 0, 0, 0, 0, 0]])
     parents = torch.tensor([[-1, 0, -1, -1, -1, -1, -1, -1]])
     depths = torch.tensor([[0, 1, 0, 0, 0, 0, 0, 0]])

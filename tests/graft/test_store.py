@@ -12,8 +12,8 @@ from sgl_graft.graft.store import TableIdentity, forget, load_own_table, load_ta
 MINE = TableIdentity(target="t", tokenizer="k")
 
 
-def make(vocab_size=20, k=3, order2_rows=8):
-    return SuccessorTable.create(vocab_size, k=k, order2_rows=order2_rows)
+def make(vocab_size=20, k=3, context_rows=8):
+    return SuccessorTable.create(vocab_size, k=k, context_rows=context_rows)
 
 
 def filled(**sizes):
@@ -21,7 +21,7 @@ def filled(**sizes):
     generator = torch.Generator().manual_seed(1)
     table.tokens.copy_(torch.randint(-1, 20, table.tokens.shape, generator=generator))
     table.probs.copy_(torch.rand(table.probs.shape, generator=generator))
-    table.pairs.copy_(torch.randint(-1, 99, table.pairs.shape, generator=generator))
+    table.tags.copy_(torch.randint(-1, 99, table.tags.shape, generator=generator))
     return table
 
 
@@ -29,7 +29,7 @@ def test_round_trip_is_exact_and_private(tmp_path):
     path, table, other = tmp_path / "a" / "table", filled(), make()
     save_table(table, path, MINE)
     load_table(other, path, MINE)
-    for name in ("tokens", "probs", "pairs"):
+    for name in ("tokens", "probs", "tags"):
         assert torch.equal(getattr(table, name), getattr(other, name))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["table"]
@@ -42,7 +42,7 @@ def test_round_trip_is_exact_and_private(tmp_path):
         (TableIdentity("t", "other"), {}, "tokenizer"),
         (MINE, {"vocab_size": 21}, "vocab_size"),
         (MINE, {"k": 4}, "k "),
-        (MINE, {"order2_rows": 16}, "order2_rows"),
+        (MINE, {"context_rows": 16}, "context_rows"),
     ],
 )
 def test_a_foreign_table_is_refused_and_named(tmp_path, identity, sizes, named):

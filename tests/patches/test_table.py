@@ -128,7 +128,9 @@ def test_the_hook_takes_what_upstream_passes(patch: Patch) -> None:
     signature.bind(*[None] * extra, *positional, **{argument.arg: None for argument in arguments.kwonlyargs})
     if patch.how == "replace":
         required = len(positional) - len(arguments.defaults)
-        signature.bind(*positional[:required], **dict.fromkeys(positional[required:]))
+        keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        needed = [argument.arg for argument, default in keywords if default is None]
+        signature.bind(*positional[:required], **dict.fromkeys([*positional[required:], *needed]))
 
 
 def test_a_function_that_another_plugin_hooked_first_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -68,10 +69,21 @@ def _server_order(item: pytest.Item) -> tuple[int, bool, int]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of the tiny targets by family, and of the draft that fits them all."""
+    """Folders of the tiny targets by family, and of the drafts that fit them all."""
+    from tests.specblock import markov_draft  # transformers: seconds to import
+
     root = tmp_path_factory.mktemp("tiny")
     folders = {family: markov.build_target(root / family, family) for family in markov.ARCHITECTURES}
-    return folders | {"draft": markov.build_draft(root / "draft")}
+    drafts = {"draft": markov.build_draft(root / "draft"), "dflash": markov.build_dflash(root / "dflash")}
+    return folders | drafts | {"specblock": markov_draft.build_draft(root / "specblock")}
+
+
+@pytest.fixture(scope="session")
+def trained_draft(tiny: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 draft trained on what the tiny Llama target writes."""
+    from .trained_draft import train_draft  # transformers: seconds to import
+
+    return train_draft(tiny["llama"], tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture(scope="session")
@@ -93,19 +105,24 @@ def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 
 class CurrentServer:
-    """The server of the variant asked for last: servers are large, so the one before is stopped."""
+    """The server of the variant asked for last.
+
+    Servers are large, so there is one at a time, of whatever kind: the one before is stopped.
+    """
+
+    _running: ClassVar[dict[object, Server]] = {}
 
     def __init__(self, start: Callable[[Variant], Server]) -> None:
         self._start = start
-        self._running: dict[Variant, Server] = {}
 
     def begin(self, variant: Variant) -> Server:
         """Start the variant's server without waiting for it."""
-        if variant not in self._running:
+        key = (self, variant)
+        if key not in self._running:
             while self._running:
                 self._running.popitem()[1].stop()
-            self._running[variant] = self._start(variant)
-        return self._running[variant]
+            self._running[key] = self._start(variant)
+        return self._running[key]
 
     def __call__(self, variant: Variant) -> Server:
         server = self.begin(variant)
@@ -118,7 +135,7 @@ def tiny_server(start_server: Start, tiny: dict[str, Path]) -> CurrentServer:
     """The speculative server of a variant on the tiny Llama target, with a tight pool and chunked prefill."""
 
     def start(variant: Variant) -> Server:
-        args = (*TIGHT, *variant.args(str(tiny["draft"])))
+        args = (*TIGHT, *variant.args(str(tiny[variant.draft])))
         # Several servers on few cores: threads that wait for each other would only spin.
         return start_server(f"tiny-{variant.name}", tiny["llama"], *args, OMP_NUM_THREADS="1")
 
@@ -159,11 +176,36 @@ def embedded_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def embedded_dflash(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for DFlash."""
+    shipped = models.path("smollm2-135m-instruct-dflash")
+    if (shipped / "config.json").is_file():
+        return shipped
+    from sgl_graft.models import tiny  # transformers: seconds to import
+
+    folder = tmp_path_factory.mktemp("draft") / "random-dflash"
+    return tiny.build_dflash(folder, models.get("smollm2-135m-instruct"))
+
+
+@pytest.fixture(scope="session")
+def embedded_specblock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for SpecBlock."""
+    shipped = models.path("smollm2-135m-instruct-specblock")
+    if (shipped / "config.json").is_file():
+        return shipped
+    from tests.specblock import markov_draft  # transformers: seconds to import
+
+    folder = tmp_path_factory.mktemp("draft") / "random-specblock"
+    return markov_draft.build_random(folder, models.get("smollm2-135m-instruct"))
+
+
+@pytest.fixture(scope="session")
 def embedded_server(start_server: Start, request: pytest.FixtureRequest) -> CurrentServer:
     """The server of a variant on the embedded model."""
 
     def start(variant: Variant) -> Server:
-        draft = request.getfixturevalue("embedded_draft") if variant is not PLAIN else ""
+        kind = "embedded_draft" if variant.draft == "draft" else f"embedded_{variant.draft}"
+        draft = request.getfixturevalue(kind) if variant is not PLAIN else ""
         target = models.get("smollm2-135m-instruct")
         return start_server(f"smollm2-{variant.name}", target, *ROOMY, *variant.args(str(draft)))
 
@@ -182,7 +224,7 @@ def kit_server(
             return (tiny_server if run.target == TINY else embedded_server)(variant)
 
         def start(variant: Variant) -> Server:
-            args = (*ROOMY, *variant.args(str(tiny["draft"])), *run.flags)
+            args = (*ROOMY, *variant.args(str(tiny[variant.draft])), *run.flags)
             name = f"kit-{run.name}-{variant.name}"
             return start_server(name, tiny["llama"], *args, OMP_NUM_THREADS="1", **run.environment)
 

@@ -11,10 +11,11 @@ from pydoc_data.topics import topics
 from typing import Any
 
 from . import markov
-from .payloads import FILTERS, PROMPTS, assert_same, request, seeded
+from .payloads import FILTERS, PROMPTS, assert_same, endless, request, seeded
 from .server import Payload, Reference, Server
 
 SHARE_ABORTED = 0.1
+PART = 50  # jobs of a long load between two looks at the server
 SAMPLED = list(FILTERS.values())
 LONG_TEXT = "\n".join(topics[name] for name in sorted(topics))
 
@@ -55,12 +56,18 @@ KINDS: tuple[Callable[[random.Random, str, int], Payload], ...] = (
 )
 
 
-def jobs(count: int, seed: int = 0) -> list[Job]:
-    """``count`` jobs that go through all kinds in turn."""
+def jobs(count: int, seed: int = 0, crowd: int = 0) -> list[Job]:
+    """``count`` jobs that go through all kinds in turn.
+
+    Of every ``PART`` jobs the first ``crowd`` have answers so long that eight of them fill a tight pool.
+    """
     pick = random.Random(seed)
     made = []
     for index in range(count):
-        payload = KINDS[index % len(KINDS)](pick, pick.choice(PROMPTS), pick.randrange(10, 60))
+        if index % PART < crowd:
+            payload = endless(f"{index}: {pick.choice(PROMPTS)}", tokens=pick.randrange(600, 700))
+        else:
+            payload = KINDS[index % len(KINDS)](pick, pick.choice(PROMPTS), pick.randrange(10, 60))
         single = isinstance(payload["text"], str) and payload["sampling_params"].get("n", 1) == 1
         aborts_after = pick.randrange(1, 6) if single and pick.random() < SHARE_ABORTED * 1.25 else None
         made.append(Job(payload, single and pick.random() < 0.5, aborts_after))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
+import requests
 from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from .kit_table import KITS, KitRun, markdown
+from .kit_table import FUNCTIONS, KITS, KitRun, OfVariant, markdown
 from .server import Server
 from .variants import SPECULATIVE, Variant
 
@@ -33,16 +36,26 @@ class KitCase(SpecEagleServerBase):
         pass
 
     @pytest.fixture(autouse=True)
-    def _use_server(self, kit_server: Any) -> None:
+    def _use_server(self, kit_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        if self.kit_run.seed is not None:
+            monkeypatch.setattr(requests, "post", functools.partial(_post_seeded, self.kit_run.seed))
         server: Server = kit_server(self.kit_run, self.variant)
         self.base_url = server.url
         self.process = server
         self.model = self.target_model = str(server.model)
 
 
+def _post_seeded(seed: int, url: str, *, json: dict[str, Any], **options: Any) -> requests.Response:
+    sampling = json.get("sampling_params", {}) | {"sampling_seed": seed}
+    return requests.request("POST", url, json=json | {"sampling_params": sampling}, **options)
+
+
 def case(run: KitRun, variant: Variant) -> type:
     """The kit's tests as a test class for one variant."""
-    body: dict[str, Any] = {name: value for name, (value, _) in run.settings.items()}
+    body: dict[str, Any] = {
+        name: getattr(variant, value) if isinstance(value, OfVariant) else value
+        for name, (value, _) in run.settings.items()
+    }
     body |= dict.fromkeys(run.excluded)
     body |= {"kit_run": run, "variant": variant, "__module__": __name__}
     return type(f"Test_{run.name}_{variant.name}", (run.load(), KitCase), body)
@@ -73,3 +86,15 @@ def test_multi_turn_cache_hits(speculative: Server, tmp_path: Path) -> None:
 
 def test_the_page_about_kits_is_up_to_date() -> None:
     assert PAGE.read_text() == markdown()
+
+
+def test_every_test_of_these_kits_is_decided() -> None:
+    """A kit class or function that upstream adds to a module we run must get a line, too."""
+    decided = {run.kit for run in KITS} | {function for function, _ in FUNCTIONS}
+    for name in sorted({kit.split(".")[0] for kit in decided}):
+        module = importlib.import_module(f"sglang.test.kits.{name}")
+        for item, value in vars(module).items():
+            own = getattr(value, "__module__", None) == module.__name__
+            kit = isinstance(value, type) and any(test.startswith("test_") for test in vars(value))
+            if own and (kit or (callable(value) and item.startswith("run_"))):
+                assert f"{name}.{item}" in decided

@@ -259,6 +259,17 @@ def test_abort_by_id(speculative: Server, reference: Reference) -> None:
     wait_until_empty(speculative)
 
 
+def test_a_sampling_mask_is_refused(speculative: Server, reference: Reference) -> None:
+    asked = seeded(top_k=8) | {"return_sampling_mask": True}
+    several = asked | {"text": list(PROMPTS[:2])}
+    for server in (speculative, reference.server):
+        for payload in (asked, several):
+            answer = server.client.post("/generate", json=payload)
+            assert answer.status_code == 400
+            assert "top_logprobs_num gives" in answer.text
+    check(speculative, reference, request())
+
+
 # ---- prefill --------------------------------------------------------------------------------------------
 
 

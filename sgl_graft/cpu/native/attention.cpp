@@ -5,6 +5,7 @@
 // and no mask is larger than the tree's own.
 #include <algorithm>
 #include <cmath>
+#include <omp.h>
 #include <vector>
 #include "kernels.h"
 
@@ -180,7 +181,10 @@ void run_task(const Problem &p, const T *q, const T *k_pool, const T *v_pool, T 
 }
 
 template <class T> void attend(const Problem &p, const T *q, const T *k_pool, const T *v_pool, T *out) {
-    const int64_t step = std::max<int64_t>(1, MAX_TASK_ROWS / p.group);
+    int64_t step = std::max<int64_t>(1, MAX_TASK_ROWS / p.group), longest = 0;
+    for (int64_t b = 0; b < p.batch; b++) longest = std::max(longest, p.query_start[b + 1] - p.query_start[b]);
+    // A few requests alone: smaller tasks, so that no thread waits long for another's last one.
+    while (step > 4 && (longest + step - 1) / step * p.batch * p.kv_heads < 3 * omp_get_max_threads()) step = (step + 1) / 2;
     std::vector<int64_t> first_task(p.batch + 1, 0);
     for (int64_t b = 0; b < p.batch; b++)
         first_task[b + 1] = first_task[b] + (p.query_start[b + 1] - p.query_start[b] + step - 1) / step;

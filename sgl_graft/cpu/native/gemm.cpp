@@ -1,23 +1,30 @@
 // out[m, n] = x[m, k] . weight[n, k], reading the weight once and in the layout in which the model holds it.
 //
 // A row's result does not depend on how many rows there are: every element is the same chain of sums over k.
-// So a verify of many slots and a plain decode step agree to the last bit here. While one group of weight rows
+// So a verify of many slots and a plain decode step agree to the last bit here. While one chunk of weight rows
 // is multiplied, the next is on its way from memory: a few rows cost little more than one.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include "kernels.h"
 
 namespace {
 
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v4_mem __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Rows of x and rows of the weight that are multiplied in registers: their sums, one vector of each weight row
+// and one of x take 28 or 29 of AVX-512's 32 registers.
 #ifdef __AVX512F__
-constexpr int64_t MAX_ROWS = 6; // 6 x 4 sums, 4 weight vectors and one x: 29 of 32 registers
+constexpr int64_t WIDE = 6, TALL = 8; // 6 x 4, or 8 x 3 where that needs one pass over the weight instead of two
 #else
-constexpr int64_t MAX_ROWS = 2;
+constexpr int64_t WIDE = 2, TALL = 2;
 #endif
-constexpr int64_t GROUP = 4;      // weight rows taken together
-constexpr int64_t CHUNK = 16;     // groups a thread takes at a time
-constexpr int64_t TILE_ROWS = 96; // rows of x that stay in the second-level cache
+constexpr int64_t NEAR = 24576;   // bytes of x that stay in the first-level cache beside a weight group
+constexpr int64_t CHUNK = 32;     // weight rows a thread takes at a time: they stay in its second-level cache
+constexpr int64_t TILE_ROWS = 96; // rows of x that do so, too
 constexpr int64_t LINE = 64;      // bytes of a cache line
+constexpr int64_t PROBES = 32;    // values by which an update of a weight is noticed
 
 // Rows [begin, begin + rows) of x as [k / LANES][rows][LANES], zero past k.
 template <class T>
@@ -27,8 +34,8 @@ void pack(const T *x, int64_t ldx, int64_t rows, int64_t k, float *out) {
             store(out, i + LANES <= k ? load(x + r * ldx + i) : load_part(x + r * ldx + i, k - i));
 }
 
-// The lane sums of four registers.
-inline void sum_four(vf a, vf b, vf c, vf d, float *out) {
+// The lane sums of four registers, as (i + 2, i + 1), then halves, always in this order.
+inline v4 sum_four(vf a, vf b, vf c, vf d) {
     const vi even = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
     const vi odd = {2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
     const vi low = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
@@ -36,13 +43,34 @@ inline void sum_four(vf a, vf b, vf c, vf d, float *out) {
     vf ab = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
     vf cd = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
     vf s = __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
-    for (int i = 0; i < 4; i++) out[i] = (s[i] + s[i + 8]) + (s[i + 4] + s[i + 12]);
+    v4 q[4];
+    memcpy(q, &s, sizeof s);
+    return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
-// `ROWS` packed rows of x against one weight group; fetches `LINES` cache lines of the next group per step.
-template <int ROWS, int LINES, class W>
-inline void block(const float *x, const W *w, int64_t stride, int64_t k, const char *next, float (*out)[GROUP]) {
-    const W *w2 = w + 2 * stride;
+inline void store_four(float *p, v4 x) { *(v4_mem *)p = x; }
+
+inline void store_four(bf16 *p, v4 x) {
+    for (int i = 0; i < 4; i++) store_one(p + i, x[i]);
+}
+
+// What a block of the product reads and where its results go.
+template <class T, class W> struct Block {
+    const float *x;   // packed rows
+    const W *w;       // first weight row of the group
+    int64_t stride;   // from one weight row to the next; 0 repeats the row
+    int64_t k;
+    const char *next; // what is needed next, to be fetched meanwhile
+    const T *bias;    // of the group, or null
+    T *out;           // [rows, ldo], `live` columns
+    int64_t ldo, live;
+};
+
+template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply_block(const Block<T, W> &p) {
+    const W *w = p.w, *w2 = p.w + 2 * p.stride;
+    const int64_t stride = p.stride;
+    const float *x = p.x;
+    const char *next = p.next;
     vf sum[ROWS][GROUP];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
@@ -58,73 +86,83 @@ inline void block(const float *x, const W *w, int64_t stride, int64_t k, const c
             sum[m][0] += row * a;
             sum[m][1] += row * b;
             sum[m][2] += row * c;
-            sum[m][3] += row * d;
+            if (GROUP > 3) sum[m][GROUP - 1] += row * d;
         }
         x += ROWS * LANES;
     };
-    const W *end = w + k / LANES * LANES;
+    const W *end = w + p.k / LANES * LANES;
     for (; w < end; w += LANES, w2 += LANES) {
 #pragma GCC unroll 4
-        for (int p = 0; p < LINES; p++) __builtin_prefetch(next + p * LINE, 0, 2);
+        for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * LINE, 0, 2);
         next += LINES * LINE;
-        step(load(w), load(w + stride), load(w2), load(w2 + stride));
+        step(load(w), load(w + stride), load(w2), GROUP > 3 ? load(w2 + stride) : vf{});
     }
-    if (const int64_t rest = k % LANES)
-        step(load_part(w, rest), load_part(w + stride, rest), load_part(w2, rest), load_part(w2 + stride, rest));
+    if (const int64_t rest = p.k % LANES)
+        step(load_part(w, rest), load_part(w + stride, rest), load_part(w2, rest),
+             GROUP > 3 ? load_part(w2 + stride, rest) : vf{});
+    v4 bias = {};
+    if (p.bias)
+        for (int64_t n = 0; n < p.live; n++) bias[n] = to_float(p.bias[n]);
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) sum_four(sum[m][0], sum[m][1], sum[m][2], sum[m][3], out[m]);
+    for (int m = 0; m < ROWS; m++) {
+        v4 y = sum_four(sum[m][0], sum[m][1], sum[m][2], GROUP > 3 ? sum[m][GROUP - 1] : vf{});
+        if (p.bias) y += bias;
+        T *out = p.out + m * p.ldo;
+        if (p.live == 4)
+            store_four(out, y);
+        else
+            for (int64_t n = 0; n < p.live; n++) store_one(out + n, y[n]);
+    }
 }
 
-template <int LINES, class W>
-inline void block_of(int64_t rows, const float *x, const W *w, int64_t stride, int64_t k, const char *next,
-                     float (*out)[GROUP]) {
+template <int GROUP, int LINES, class T, class W> inline void multiply_rows(int64_t rows, const Block<T, W> &p) {
     switch (rows) {
-    case 1: return block<1, LINES>(x, w, stride, k, next, out);
-    case 2: return block<2, LINES>(x, w, stride, k, next, out);
+    case 1: return multiply_block<1, GROUP, LINES>(p);
+    case 2: return multiply_block<2, GROUP, LINES>(p);
 #ifdef __AVX512F__
-    case 3: return block<3, LINES>(x, w, stride, k, next, out);
-    case 4: return block<4, LINES>(x, w, stride, k, next, out);
-    case 5: return block<5, LINES>(x, w, stride, k, next, out);
-    case 6: return block<6, LINES>(x, w, stride, k, next, out);
+    case 3: return multiply_block<3, GROUP, LINES>(p);
+    case 4: return multiply_block<4, GROUP, LINES>(p);
+    case 5: return multiply_block<5, GROUP, LINES>(p);
+    case 6: return multiply_block<6, GROUP, LINES>(p);
+    case 7: return multiply_block<7, 3, LINES>(p);
+    case 8: return multiply_block<8, 3, LINES>(p);
 #endif
     }
 }
 
 // Up to TILE_ROWS rows of x; `packed` holds them block by block.
-template <int LINES, class W, class T>
-void multiply_tile(const float *packed, const W *w, const T *bias, T *out, int64_t ldo, int64_t m, int64_t n,
-                   int64_t k, int64_t blocks) {
+template <int GROUP, int LINES, class T, class W>
+void multiply_tile(const float *packed, const W *w, const T *bias, T *out, int64_t ldo, int64_t m, int64_t n, int64_t k,
+                   int64_t blocks) {
     const int64_t k_padded = (k + LANES - 1) / LANES * LANES;
-    const int64_t groups = (n + GROUP - 1) / GROUP;
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t chunk = 0; chunk < (groups + CHUNK - 1) / CHUNK; chunk++) {
-        const int64_t last = std::min(groups, (chunk + 1) * CHUNK);
-        for (int64_t g = chunk * CHUNK; g < last; g++) {
-            const int64_t first = g * GROUP, live = std::min(GROUP, n - first);
-            // A last, short group repeats its first row; the extra columns are dropped.
-            const int64_t stride = live == GROUP ? k : 0;
-            const W *wg = w + first * k;
-            const char *next = (const char *)(wg + GROUP * k);
-            for (int64_t b = 0; b < blocks; b++) {
-                const int64_t begin = m * b / blocks, rows = m * (b + 1) / blocks - begin;
-                float tile[GROUP][MAX_ROWS][GROUP];
-                const int64_t passes = live == GROUP ? 1 : live;
-                for (int64_t p = 0; p < passes; p++)
-                    block_of<LINES>(rows, packed + begin * k_padded, wg + p * k, stride, k, next, tile[p]);
-                next += k / LANES * LINES * LINE;
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t c = 0; c < live; c++) {
-                        float y = live == GROUP ? tile[0][r][c] : tile[c][r][0];
-                        if (bias) y += to_float(bias[first + c]);
-                        store_one(out + (begin + r) * ldo + first + c, y);
-                    }
+    // Whole cache lines of the output: two threads that write to one line take turns at it.
+    constexpr int64_t wide = GROUP == 4 ? CHUNK : CHUNK + LANES;
+    static_assert(wide % GROUP == 0 && wide % LANES == 0);
+    const int64_t chunks = (n + wide - 1) / wide;
+    std::atomic<int64_t> taken{0};
+#pragma omp parallel
+    for (int64_t chunk = taken++, following; chunk < chunks; chunk = following) {
+        following = taken++; // claimed early, to know what to fetch
+        const int64_t first = chunk * wide, last = std::min(n, first + wide);
+        const char *next = (const char *)(w + std::min(following, chunks) * wide * k);
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t begin = m * b / blocks, rows = m * (b + 1) / blocks - begin;
+            for (int64_t column = first; column < last; column += GROUP) {
+                // A last, short group goes column by column: each stands for all four, the others are dropped.
+                const int64_t live = last - column < GROUP ? 1 : GROUP;
+                for (int64_t c = column; c < std::min(last, column + GROUP); c += live) {
+                    multiply_rows<GROUP, LINES, T, W>(rows, {packed + begin * k_padded, w + c * k, live == 1 ? 0 : k, k,
+                                                          next, bias ? bias + c : nullptr, out + begin * ldo + c,
+                                                          ldo, live});
+                    next += k / LANES * LINES * LINE;
+                }
             }
         }
     }
 }
 
-template <class T>
-void multiply(const T *x, int64_t ldx, const T *w, const T *bias, T *out, int64_t ldo, int64_t m, int64_t n,
+template <class T, class W>
+void multiply(const T *x, int64_t ldx, const W *w, const T *bias, T *out, int64_t ldo, int64_t m, int64_t n,
               int64_t k) {
     static thread_local float *buffer = nullptr;
     static thread_local int64_t capacity = 0;
@@ -137,22 +175,23 @@ void multiply(const T *x, int64_t ldx, const T *w, const T *bias, T *out, int64_
     }
     for (int64_t top = 0; top < m; top += TILE_ROWS) {
         const int64_t rows = std::min(TILE_ROWS, m - top);
-        const int64_t blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+        const bool tall = rows > WIDE && rows <= TALL && rows * k_padded * int64_t(sizeof(float)) <= NEAR;
+        const int64_t blocks = tall ? 1 : (rows + WIDE - 1) / WIDE;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
             pack(x + (top + begin) * ldx, ldx, end - begin, k, buffer + begin * k_padded);
         }
-        // The blocks share the fetching of the next group: GROUP * LANES elements per step between them.
-        const int64_t lines = GROUP * LANES * int64_t(sizeof(T)) / LINE;
-        T *o = out + top * ldo;
-        if (blocks == 1)
-            multiply_tile<GROUP * LANES * sizeof(T) / LINE>(buffer, w, bias, o, ldo, rows, n, k, blocks);
-        else if (blocks < lines)
-            multiply_tile<2>(buffer, w, bias, o, ldo, rows, n, k, blocks);
-        else if (blocks <= 2 * lines)
-            multiply_tile<1>(buffer, w, bias, o, ldo, rows, n, k, blocks);
+        // The blocks share the fetching of the next chunk: this many lines per step if there is one block.
+        constexpr int lines = LANES * sizeof(W) / (LINE / 4);
+        auto run = [&](auto tile) { tile(buffer, w, bias, out + top * ldo, ldo, rows, n, k, blocks); };
+        if (tall)
+            run(multiply_tile<3, lines * 3 / 4, T, W>);
+        else if (blocks == 1)
+            run(multiply_tile<4, lines, T, W>);
+        else if (blocks <= 3)
+            run(multiply_tile<4, (lines + 1) / 2, T, W>);
         else
-            multiply_tile<0>(buffer, w, bias, o, ldo, rows, n, k, blocks);
+            run(multiply_tile<4, 1, T, W>);
     }
 }
 
@@ -163,6 +202,27 @@ extern "C" {
 void graft_linear_fp32(const float *x, int64_t ldx, const float *w, const float *bias, float *out, int64_t ldo,
                        int64_t m, int64_t n, int64_t k) {
     multiply(x, ldx, w, bias, out, ldo, m, n, k);
+}
+
+// `narrow` holds the same weight in bf16, every value exactly: half the bytes, the same sums to the last bit.
+// A weight that was updated since is noticed by a look at a few of its values, and used instead.
+void graft_linear_narrow(const float *x, int64_t ldx, const float *w, const bf16 *narrow, const float *bias, float *out,
+                         int64_t ldo, int64_t m, int64_t n, int64_t k) {
+    bool same = true;
+    for (int64_t i = 0; i < PROBES; i++) {
+        const int64_t at = (n * k - 1) * i / (PROBES - 1);
+        same &= w[at] == to_float(narrow[at]);
+    }
+    if (same)
+        multiply(x, ldx, narrow, bias, out, ldo, m, n, k);
+    else
+        multiply(x, ldx, w, bias, out, ldo, m, n, k);
+}
+
+// A weight that is kept in bf16 alone, as whoever keeps it looks after its updates.
+void graft_linear_kept(const float *x, int64_t ldx, const bf16 *w, float *out, int64_t ldo, int64_t m, int64_t n,
+                       int64_t k) {
+    multiply<float, bf16>(x, ldx, w, nullptr, out, ldo, m, n, k);
 }
 
 void graft_linear_bf16(const bf16 *x, int64_t ldx, const bf16 *w, const bf16 *bias, bf16 *out, int64_t ldo,

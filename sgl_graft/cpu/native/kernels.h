@@ -31,6 +31,13 @@ struct Problem {
 extern "C" {
 DECLARE(float, fp32)
 DECLARE(bf16, bf16)
+void graft_linear_narrow(const float *x, int64_t ldx, const float *w, const bf16 *narrow, const float *bias, float *out,
+                         int64_t ldo, int64_t m, int64_t n, int64_t k);
+void graft_linear_kept(const float *x, int64_t ldx, const bf16 *w, float *out, int64_t ldo, int64_t m, int64_t n,
+                       int64_t k);
+int64_t graft_best_of_rows(const float *x, int64_t ldx, int64_t rows, int64_t n, int64_t k, int64_t *ids, float *probs,
+                           int64_t softmax);
+float graft_sum_of_exp(const float *x, int64_t n, float most);
 void graft_write_rows(const char *k, int64_t k_stride, char *k_pool, int64_t k_width, const char *v,
                       int64_t v_stride, char *v_pool, int64_t v_width, const int64_t *slots, int64_t tokens);
 }

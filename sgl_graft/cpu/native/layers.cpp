@@ -10,6 +10,7 @@ struct Layer { // layer_stack.py holds the same structure
     const void *input_norm, *qkv, *qkv_bias, *out_proj, *post_norm, *gate_up, *down;
     void *k_pool, *v_pool;
     void *capture; // where the layer's input goes, or null. [tokens, hidden]
+    const void *qkv_narrow, *out_proj_narrow, *gate_up_narrow, *down_narrow; // exact bf16 copies, or null
 };
 
 struct Stack { // layer_stack.py holds the same structure
@@ -21,7 +22,13 @@ struct Stack { // layer_stack.py holds the same structure
 
 struct Fp32 {
     using T = float;
-    static constexpr auto linear = graft_linear_fp32;
+    static void linear(const T *x, int64_t ldx, const void *w, const void *narrow, const void *bias, T *out, int64_t ldo,
+                       int64_t m, int64_t n, int64_t k) {
+        if (narrow)
+            graft_linear_narrow(x, ldx, (const T *)w, (const bf16 *)narrow, (const T *)bias, out, ldo, m, n, k);
+        else
+            graft_linear_fp32(x, ldx, (const T *)w, (const T *)bias, out, ldo, m, n, k);
+    }
     static constexpr auto rms_norm = graft_rms_norm_fp32;
     static constexpr auto silu_mul = graft_silu_mul_fp32;
     static constexpr auto rotate = graft_rotate_fp32;
@@ -30,7 +37,10 @@ struct Fp32 {
 
 struct Bf16 {
     using T = bf16;
-    static constexpr auto linear = graft_linear_bf16;
+    static void linear(const T *x, int64_t ldx, const void *w, const void *, const void *bias, T *out, int64_t ldo,
+                       int64_t m, int64_t n, int64_t k) {
+        graft_linear_bf16(x, ldx, (const T *)w, (const T *)bias, out, ldo, m, n, k);
+    }
     static constexpr auto rms_norm = graft_rms_norm_bf16;
     static constexpr auto silu_mul = graft_silu_mul_bf16;
     static constexpr auto rotate = graft_rotate_bf16;
@@ -72,7 +82,7 @@ void run(const Stack &s, const Layer *layers, Problem &problem, const T *hidden,
         }
         if (l.capture) memcpy(l.capture, residual, tokens * s.hidden * bytes);
         const int64_t width = i == 0 ? s.qkv_input : s.hidden;
-        Ops::linear(given ? first_input : normed, width, (const T *)l.qkv, (const T *)l.qkv_bias, qkv, qkv_width,
+        Ops::linear(given ? first_input : normed, width, l.qkv, l.qkv_narrow, l.qkv_bias, qkv, qkv_width,
                     tokens, qkv_width, width);
         T *k = qkv + q_width, *v = k + kv_width;
         Ops::rotate(qkv, qkv_width, s.heads, k, qkv_width, s.kv_heads, s.dim, s.rotary_dim, s.cos_sin, positions,
@@ -80,14 +90,15 @@ void run(const Stack &s, const Layer *layers, Problem &problem, const T *hidden,
         graft_write_rows((char *)k, qkv_width * bytes, (char *)l.k_pool, kv_width * bytes, (char *)v,
                          qkv_width * bytes, (char *)l.v_pool, kv_width * bytes, slots, tokens);
         Ops::attention(&problem, qkv, (const T *)l.k_pool, (const T *)l.v_pool, attended);
-        Ops::linear(attended, q_width, (const T *)l.out_proj, nullptr, update, s.hidden, tokens, s.hidden, q_width);
+        Ops::linear(attended, q_width, l.out_proj, l.out_proj_narrow, nullptr, update, s.hidden, tokens, s.hidden,
+                    q_width);
         Ops::rms_norm(update, s.hidden, residual, next, (const T *)l.post_norm, normed, s.hidden, tokens, s.hidden,
                       s.eps);
         residual = next, std::swap(next, spare);
-        Ops::linear(normed, s.hidden, (const T *)l.gate_up, nullptr, gate_up, 2 * s.intermediate, tokens,
+        Ops::linear(normed, s.hidden, l.gate_up, l.gate_up_narrow, nullptr, gate_up, 2 * s.intermediate, tokens,
                     2 * s.intermediate, s.hidden);
         Ops::silu_mul(gate_up, 2 * s.intermediate, active, tokens, s.intermediate);
-        Ops::linear(active, s.intermediate, (const T *)l.down, nullptr, update, s.hidden, tokens, s.hidden,
+        Ops::linear(active, s.intermediate, l.down, l.down_narrow, nullptr, update, s.hidden, tokens, s.hidden,
                     s.intermediate);
     }
     Ops::rms_norm(update, s.hidden, residual, sum_out, last_norm, out, s.hidden, tokens, s.hidden, s.eps);

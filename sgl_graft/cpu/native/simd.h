@@ -3,6 +3,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -76,6 +79,17 @@ static inline float max_lanes(vf v) {
     float best = v[0];
     for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
     return best;
+}
+
+// Whether a comparison holds in any lane.
+static inline bool any_lane(vi v) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#else
+    int32_t found = 0;
+    for (int i = 0; i < LANES; i++) found |= v[i];
+    return found != 0;
+#endif
 }
 
 // e^x, relative error below 2e-7; exactly 0 under the smallest normal result, so a hidden key weighs nothing.

@@ -23,6 +23,7 @@ from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.coupled import walk_accepted
 from sgl_graft.cuda_graph.dispatch import forced_backend
 from sgl_graft.cuda_graph.eagle_tree import draft_pool
+from sgl_graft.cuda_graph.race import race_tokens
 from sgl_graft.cuda_graph.stages import paper_stage_plan
 from sgl_graft.cuda_graph.successor_table import SuccessorTable
 from sgl_graft.cuda_graph.table_update import update_from_logits
@@ -65,7 +66,7 @@ def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **
 def run_every_op(batch: int = 2, slots: int = 16, vocab: int = 151_936) -> None:
     chain = GraftChain.create(paper_stage_plan(slots, 5, 8, min_envelope=48), topk=4, steps=5)
     pool = draft_pool(*random_draft(0, batch, 4, 5))
-    table = SuccessorTable.create(vocab, k=8, num_tables=1, order2_rows=1024)
+    table = SuccessorTable.create(vocab, k=8, num_tables=1, context_rows=1024)
     zeros = torch.zeros(batch, dtype=torch.long)
     retrieved = chain.retrieve(table, zeros, zeros, zeros)
     stage = chain.stage(pool.scores, torch.zeros(len(chain.stages.plan.checkpoints)))
@@ -74,6 +75,8 @@ def run_every_op(batch: int = 2, slots: int = 16, vocab: int = 151_936) -> None:
     mask = torch.zeros(batch * slots * slots, dtype=torch.bool)
     for mode in TreeMaskMode:
         tree_links(tree.parents, zeros, mode, mask if mode == TreeMaskMode.FULL_MASK else None)
+    rows = torch.zeros(batch * slots, dtype=torch.long)
+    race_tokens(torch.zeros(batch * slots, vocab), rows, rows, rows.float())
     walk_accepted(tree.tokens, tree.parents, tree.tokens, chain.max_path)
     accepted = tree.tokens > 0
     for dtype in (torch.float32, torch.bfloat16):

@@ -11,7 +11,7 @@ from sgl_graft.cuda_graph.check_cases import Shape, op_cases, random_round
 from sgl_graft.cuda_graph.check_times import Times, timed_calls
 from sgl_graft.cuda_graph.dispatch import forced_backend
 
-SMALL = Shape(batch=3, slots=6, topk=2, steps=3, max_depth=4, vocab=300, order2_rows=64)
+SMALL = Shape(batch=3, slots=6, topk=2, steps=3, max_depth=4, vocab=300, context_rows=64)
 
 
 def test_a_small_round_agrees() -> None:

@@ -13,6 +13,7 @@ from sgl_graft.cuda_graph import top_successors_kernel
 from sgl_graft.cuda_graph.chain import GraftChain
 from sgl_graft.cuda_graph.check_cases import random_draft
 from sgl_graft.cuda_graph.eagle_tree import draft_pool
+from sgl_graft.cuda_graph.race import race_tokens
 from sgl_graft.cuda_graph.retrieve import DeviceTemplate, retrieve
 from sgl_graft.cuda_graph.staged_rule import staged_weights
 from sgl_graft.cuda_graph.stages import paper_stage_plan
@@ -22,19 +23,19 @@ from sgl_graft.cuda_graph.templates import assumed_rank_prior, template_for_budg
 from sgl_graft.cuda_graph.top_successors import top_successors
 from sgl_graft.cuda_graph.tree_links import tree_links
 from sgl_graft.cuda_graph.value_rule import ValueMaps, value_weights, weights_to_floats
-from test_cg_retrieve import VOCAB, K, random_table
+from test_cg_retrieve import VOCAB, K, random_context, random_table
 
 
 @kernel_test
 @given(st.integers(0, 2**31), st.integers(1, 3), st.sampled_from([0, 8, 64]), st.booleans())
-def test_retrieve(seed: int, num_tables: int, order2_rows: int, garbage: bool) -> None:
+def test_retrieve(seed: int, num_tables: int, context_rows: int, garbage: bool) -> None:
     rng = random.Random(seed)
-    table = random_table(rng, num_tables, order2_rows, garbage)
+    table = random_table(rng, num_tables, context_rows, garbage, rng.choice([2, 3]))
     template = DeviceTemplate.create(template_for_budget(rng.randint(0, 20), 4, assumed_rank_prior(K)))
     index = torch.tensor([rng.randrange(-2, num_tables + 2) for _ in range(4)])
     roots = torch.tensor([rng.choice([*range(VOCAB), -1, VOCAB, 2**40]) for _ in range(4)])
-    previous = torch.tensor([rng.randrange(-1, VOCAB) for _ in range(4)])
-    assert_equal(*both(retrieve, table, template, index, roots, previous))
+    contexts = torch.tensor([random_context(rng, table) for _ in range(4)])
+    assert_equal(*both(retrieve, table, template, index, roots, contexts))
 
 
 @kernel_test
@@ -106,21 +107,36 @@ def test_top_successors_of_bad_rows() -> None:
     st.integers(0, 2**31),
     st.sampled_from([0, 4, 64]),
 )
-def test_update_from_logits(batch: TreeBatch, seed: int, order2_rows: int) -> None:
+def test_update_from_logits(batch: TreeBatch, seed: int, context_rows: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     index = torch.randint(-1, 3, (batch.batch,), generator=gen)
-    previous = torch.randint(-1, VOCAB + 1, (batch.batch,), generator=gen)
+    rng = random.Random(seed)
+    context_len = rng.choice([2, 3])
     accepted = torch.rand(batch.tokens.shape, generator=gen) < 0.3
     depths = tree_links(batch.parents, torch.zeros_like(batch.seq_lens)).positions.view_as(batch.tokens)
     logits = torch.randn(batch.tokens.numel(), VOCAB + 1, generator=gen)
-    tables = [SuccessorTable.create(VOCAB, K, 2, order2_rows) for _ in range(2)]
+    tables = [SuccessorTable.create(VOCAB, K, 2, context_rows, context_len) for _ in range(2)]
     waiting = list(tables)
+    contexts = torch.tensor([random_context(rng, tables[0]) for _ in range(batch.batch)])
 
     def update() -> torch.Tensor:
         table = waiting.pop(0)
-        update_from_logits(table, index, batch.tokens, batch.parents, depths, previous, accepted, logits)
+        update_from_logits(table, index, batch.tokens, batch.parents, depths, contexts, accepted, logits)
         return table.tokens
 
     both(update)
     read = tables[0].discard_row
-    assert_equal(*((table.tokens[:read], table.probs[:read], table.pairs[:-1]) for table in tables))
+    assert_equal(*((table.tokens[:read], table.probs[:read], table.tags[:-1]) for table in tables))
+
+
+@kernel_test
+@given(st.integers(0, 2**31), st.sampled_from([1, 50, 1024, 1500]))
+def test_race_tokens(seed: int, vocab: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    probs = torch.rand(3, vocab, generator=gen)
+    probs[0, ::2] = 0.0
+    probs[1, 0] = float("nan")
+    seeds = torch.randint(-(2**63), 2**63 - 1, (3,), generator=gen)
+    positions = torch.randint(0, 2**31, (3,), generator=gen)
+    cuts = torch.tensor([0.0, 0.3, 2.0])  # nobody runs in the last row
+    assert_equal(*both(race_tokens, probs, seeds, positions, cuts))

@@ -1,0 +1,1 @@
+"""Learning from what verifies show, while serving: see ``docs/specblock.md``."""

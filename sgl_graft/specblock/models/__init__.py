@@ -1,0 +1,1 @@
+"""The draft under the names SGLang finds models by; `ModelRegistry.register` reads this package."""
