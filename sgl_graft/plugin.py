@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 DISABLE_VARIABLE = "SGLGRAFT_DISABLE"
 ALGORITHMS = ("GRAFT", "BLOCKPILOT", "SPECBLOCK")
-FEATURES = ("graft", "blockpilot", "serving")  # of the patch table, where something of ours is asked for
+FEATURES = ("graft", "blockpilot", "serving", "penalties")  # of the patch table, where ours is asked for
 
 
 def disabled() -> bool:

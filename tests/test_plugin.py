@@ -130,7 +130,7 @@ def test_asked_for_it_adds_what_selects_its_worker(applied: Applied, monkeypatch
     ask(monkeypatch, "--speculative-algorithm", "GRAFT")
     plugin.load()
     (patches,) = applied
-    assert {patch.feature for patch in patches} == {"names", "graft", "blockpilot", "serving"}
+    assert {patch.feature for patch in patches} == {"names", *plugin.FEATURES}
     assert {patch.stage for patch in patches} == {"load"}
 
 

@@ -134,6 +134,14 @@ PATCHES: tuple[Patch, ...] = (
         feature="serving",
     ),
     Patch(
+        target="sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+        how="after",
+        hook="serving.penalty_order:subtract_first",
+        why="applies penalties in the order of a set of classes, which differs from process to process",
+        fingerprint="ff5a0306e753eb88",
+        feature="penalties",
+    ),
+    Patch(
         target="sglang.srt.speculative.spec_utils.select_top_k_tokens",
         how="around",
         hook="graft.trees:watch_level",

@@ -38,7 +38,7 @@ def activate() -> str | None:
         return None
     needed = asked or selected()
     try:
-        patches = patches_of("cpu", "cpu_front")
+        patches = patches_of("cpu", "cpu_front", "penalties")
         # On the supported release a tree on a CPU needs this platform: staying out of a changed SGLang would
         # end in a failure of its own that hides the reason.
         needed |= any(word.startswith("--speculative-algo") for word in sys.argv)

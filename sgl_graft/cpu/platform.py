@@ -94,7 +94,7 @@ class GraftCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         _register_factories()
         tree_kernels.register()
-        apply(patches_of("cpu", stage="load"))
+        apply(patches_of("cpu", "penalties", stage="load"))
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Put our kernels behind the model's layers; another attention backend leaves them stock."""

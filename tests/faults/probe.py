@@ -93,7 +93,18 @@ def main(folder: Path) -> None:
 def plain(target: Path) -> dict[str, Any]:
     from tests.field.engine import Engine
 
-    return serve(Engine(target, "--max-total-tokens", "8192", *CONTEXT_LENGTH, think=False), "plain")
+    engine = Engine(target, "--max-total-tokens", "8192", *CONTEXT_LENGTH, think=False)
+    return serve(engine, "plain") | {"order of penalties": order_of_penalties()}
+
+
+def order_of_penalties() -> list[str]:
+    """As a batch of this process would apply them, if upstream's set came in the order of an unlucky day."""
+    from sglang.srt.sampling import penaltylib
+
+    scaling, subtracted = penaltylib.BatchedRepetitionPenalizer, penaltylib.BatchedFrequencyPenalizer
+    batch = type("Batch", (), {"device": "cpu", "reqs": []})()
+    made = penaltylib.BatchedPenalizerOrchestrator(8, batch, [scaling, subtracted])
+    return [penalty.__name__ for penalty in made.penalizers]
 
 
 def run(target: Path, drafts: dict[str, Path], algorithm: str, answers: Path) -> dict[str, Any]:

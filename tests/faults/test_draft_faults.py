@@ -28,9 +28,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         timeout=550,
         check=False,
     )
-    missing = [name for name in ALGORITHMS if not (folder / f"{name}.json").is_file()]
+    missing = [name for name in ("none", *ALGORITHMS) if not (folder / f"{name}.json").is_file()]
     assert not missing, f"{missing} wrote nothing:\n{(run.stdout + run.stderr)[-6000:]}"
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ALGORITHMS}
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("none", *ALGORITHMS)}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -42,3 +42,7 @@ def test_answers_are_right_during_every_fault_and_after_it(
     assert len(found["faults"]) >= 5
     for name, outcome in found["faults"].items():
         assert outcome == {"during": {}, "after": {}}, name
+
+
+def test_a_scheduler_subtracts_penalties_before_it_scales(seen: dict[str, dict[str, Any]]) -> None:
+    assert seen["none"]["order of penalties"] == ["BatchedFrequencyPenalizer", "BatchedRepetitionPenalizer"]
