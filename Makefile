@@ -4,7 +4,7 @@ SHELL := /bin/bash
 
 PORT ?= 30000
 ALGORITHM ?= GRAFT
-# Folder of the draft; empty: the one that ships for the embedded model (there is none for SPECBLOCK).
+# Folder of the draft; empty: the one that ships for the embedded model.
 DRAFT ?=
 # Extra arguments: of the server (`make serve ARGS="--context-length 2048"`) or of pytest (`make test ARGS="-k bench"`).
 ARGS ?=

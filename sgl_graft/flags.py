@@ -40,9 +40,11 @@ def before_resolve(server_args: Any) -> None:
     Raises:
         ValueError: what cannot work and what to do; a server command ends with that sentence alone.
     """
+    from .patches import ContractError
+
     try:
         _settle(server_args)
-    except ValueError as error:
+    except (ValueError, ContractError) as error:
         if not _is_server_command():
             raise
         sys.exit(f"sgl_graft refuses to start: {error}")
@@ -58,13 +60,15 @@ def _settle(server_args: Any) -> None:
     if any(getattr(server_args, state, False) for state in ("_resolution_finished", "_resolution_failed")):
         return
     from .algorithms import rewrite, selected_algorithm
-    from .patches import require
+    from .patches import apply, require
     from .plugin import FEATURES, patches_of
     from .startup_checks import check_draft
 
     rewrite(server_args)
     if selected_algorithm():
-        require(patches_of("names", *FEATURES))  # load() cannot know a name from Python or a file
+        # load() cannot know a name from Python or a file, and has registered those patches only if it did.
+        require(patches_of("names", *FEATURES))
+        apply(patches_of(*FEATURES, stage="load"))
         check_draft(server_args)
         if selected_algorithm() == "BLOCKPILOT":
             from .blockpilot.startup import check_blockpilot, settle_slots

@@ -1,5 +1,7 @@
 """Bad input is refused before a model is loaded, with a message that says what to do instead."""
 
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -60,6 +62,14 @@ class Resolver:
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
 
+    def __enter__(self) -> Resolver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(30)
+
     def tree(
         self, *argv: str | Path, algorithm: str = "EAGLE3", draft: Path | None = None, **env: str
     ) -> dict[str, Any]:
@@ -71,11 +81,23 @@ class Resolver:
 
 @pytest.fixture(scope="module")
 def resolver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resolver]:
-    resolver = Resolver(tmp_path_factory.mktemp("models"))
-    yield resolver
-    assert resolver.process.stdin
-    resolver.process.stdin.close()
-    resolver.process.wait(30)
+    with Resolver(tmp_path_factory.mktemp("models")) as resolver:
+        yield resolver
+
+
+def test_an_algorithm_that_a_file_names_is_patched_in_like_one_on_the_command_line(
+    resolver: Resolver, tmp_path: Path
+) -> None:
+    """SGLang reads its --config after plugins were loaded."""
+    file = tmp_path / "server.yaml"
+    file.write_text("speculative-algorithm: GRAFT\n")
+    shape = ("--speculative-draft-model-path", resolver.draft, "--speculative-num-steps", "3")
+    shape += ("--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8")
+    named, by_file = resolver.tree(algorithm="GRAFT"), resolver("--config", file, *shape)
+    assert named["code"] is None and by_file["code"] is None, by_file
+    assert by_file["graft"] == "GRAFT"
+    assert by_file["patched"] == named["patched"]
+    assert "sglang.srt.utils.auth.add_api_key_middleware" in by_file["patched"]
 
 
 def refused(answer: dict[str, Any], *parts: str) -> None:

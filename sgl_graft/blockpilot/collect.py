@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 
 from .costs import CostTable
-from .labels import Run, can_still_win
+from .labels import Rule, Run, can_still_win
 
 RUNS_NAME = "runs.jsonl"
 
@@ -63,8 +63,11 @@ class CollectPlan:
         return (0,) if self.temperature == 0 else tuple(range(1, self.seeds + 1))
 
 
-def read_runs(folder: Path) -> list[Run]:
-    """What was collected so far; a line that was cut off by an interruption is left out."""
+def read_runs(folder: Path, rule: Rule = "time") -> list[Run]:
+    """What was collected so far for labels by ``rule``: also whole runs that another rule asked for.
+
+    A line that was cut off by an interruption is left out, and so is a run that another rule ended early.
+    """
     path = folder / RUNS_NAME
     runs: list[Run] = []
     if path.is_file():
@@ -73,7 +76,7 @@ def read_runs(folder: Path) -> list[Run]:
                 runs.append(Run(**json.loads(line)))
             except (json.JSONDecodeError, TypeError):
                 continue
-    return runs
+    return [run for run in runs if not run.stopped or run.rule == rule]
 
 
 class Collector:
@@ -82,7 +85,7 @@ class Collector:
     Args:
         url: of a BLOCKPILOT server whose largest size covers the plan's.
         folder: where ``runs.jsonl`` is.
-        costs: what a round costs by size, for stopping early; None counts rounds.
+        costs: what a round costs by size, for stopping early; None counts rounds, for labels by ``accept``.
     """
 
     def __init__(
@@ -102,7 +105,8 @@ class Collector:
         if self.path.is_file() and not self.path.read_bytes().endswith(b"\n"):
             with self.path.open("a") as file:
                 file.write("\n")  # ends a line that an interruption cut off
-        self.known = {(run.prompt, run.size, run.seed): run for run in read_runs(folder)}
+        self.rule: Rule = "accept" if costs is None else "time"
+        self.known = {(run.prompt, run.size, run.seed): run for run in read_runs(folder, self.rule)}
 
     def cost(self, size: int) -> float:
         return 1.0 if self.costs is None else self.costs.cost(1, size)
@@ -176,7 +180,7 @@ class Collector:
                 if not finished and not can_still_win(rounds, tokens, size, total, best, self.cost(size)):
                     stopped = True
                     break  # closing the stream ends the request on the server
-        return Run(prompt.key, size, tokens, max(rounds, 1), seed, stopped)
+        return Run(prompt.key, size, tokens, max(rounds, 1), seed, stopped, self.rule)
 
 
 def measure_costs(
@@ -187,6 +191,7 @@ def measure_costs(
     *,
     tokens: int,
     machine: str,
+    device: str,
     timeout_s: float = 600.0,
     on_done: Callable[[int, int, float], None] = lambda batch, size, seconds: None,
 ) -> CostTable:
@@ -203,7 +208,7 @@ def measure_costs(
             seconds.setdefault(batch, {})[size] = per_round
             total += rounds
             on_done(batch, size, per_round)
-    return CostTable(seconds=seconds, machine=machine, rounds=total)
+    return CostTable(seconds=seconds, machine=machine, device=device, rounds=total)
 
 
 async def _uniform(

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from ..files import write_whole
+
 FILE_NAME = "blockpilot_costs.json"
 FORMAT = 1
 
@@ -88,6 +90,4 @@ def read_costs(path: Path) -> CostTable:
 
 def write_costs(path: Path, table: CostTable) -> None:
     """Write the file whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(table.model_dump(), indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(table.model_dump(), indent=1) + "\n")

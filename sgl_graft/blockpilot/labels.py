@@ -32,6 +32,7 @@ class Run:
         seed: sampling seed; 0 for greedy.
         stopped: whether it was ended early because it could no longer win; its figures are then those up to
             there.
+        rule: what it would have had to win by.
     """
 
     prompt: str
@@ -40,6 +41,7 @@ class Run:
     rounds: int
     seed: int = 0
     stopped: bool = False
+    rule: Rule = "time"
 
     @property
     def accept_length(self) -> float:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ..files import write_whole
 from .predictor import Head, Predictor, fold, load_published, parameters_of, predictor_from_tensors
 
 FILE_NAME = "blockpilot_policy.json"
@@ -129,9 +130,7 @@ def write_policy(folder: Path, document: PolicyDocument, predictor: Predictor | 
     if predictor is not None:
         save_file(dict(parameters_of(predictor)), folder / document.weights)
     path = folder / FILE_NAME
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(document.model_dump(), indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(document.model_dump(), indent=1) + "\n")
     return path
 
 

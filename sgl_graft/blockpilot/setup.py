@@ -29,6 +29,11 @@ from .tail import TailGraft
 
 logger = logging.getLogger(__name__)
 
+NO_COSTS = (
+    "it needs a cost table of this kind of device: measure one with `sgl-graft train blockpilot` and name it "
+    "in blockpilot.costs"
+)
+
 TAIL_FILE_NAME = "blockpilot_tail.json"
 
 
@@ -87,7 +92,7 @@ def create_pilot(worker: Any) -> Pilot:
     device = worker.device
     history = AcceptHistory(num_rows, shape.b_max, config.memory, device)
     costs_path = beside(config.costs, draft, cost_files.FILE_NAME)
-    costs = read_costs(costs_path) if costs_path else None
+    costs = usable_costs(config, costs_path, device)
     head = target_head(worker.model_runner.model, model_config.vocab_size)
     fingerprint = fingerprint_of(head) if head else ""
     path = policy_path(config, draft)
@@ -112,6 +117,25 @@ def create_pilot(worker: Any) -> Pilot:
         tail is not None,
     )
     return Pilot(config, state, path, tail, fingerprint)
+
+
+def usable_costs(config: BlockPilotConfig, path: Path | None, device: torch.device | str) -> CostTable | None:
+    """The cost table, where there is one of this kind of device.
+
+    Raises:
+        ValueError: the file is missing or damaged, or one that was named is of another kind of device.
+    """
+    costs = read_costs(path) if path else None
+    kind = torch.device(device).type
+    if costs is None or costs.device in ("", kind):
+        return costs
+    misfit = f"cost table {path} is of {costs.device}, this server runs on {kind}"
+    if config.costs is not None:
+        raise ValueError(
+            f"{misfit}: measure one here with `sgl-graft train blockpilot`, or leave blockpilot.costs out"
+        )
+    logger.warning("BLOCKPILOT: %s; it is not used", misfit)
+    return None
 
 
 def policy_path(config: BlockPilotConfig, draft: str) -> Path | None:
@@ -156,13 +180,8 @@ def make_policy(
                 f"blockpilot.policy {document.policy}"
             )
         if document.policy == "ewma":
-            if costs is not None and costs.device not in ("", torch.device(device).type):
-                logger.warning(
-                    "BLOCKPILOT: block size %d for all: the costs are those of another kind of device, %s. "
-                    "Measure one here with `sgl-graft train blockpilot` and name it in blockpilot.costs",
-                    shape.default,
-                    costs.device,
-                )
+            if costs is None:
+                logger.warning("BLOCKPILOT: block size %d for all: %s", shape.default, NO_COSTS)
                 return FixedPolicy(shape.default, device)
             if not misfit(document, head.vocab_size if head else -1, fingerprint, shape.b_max):
                 shape = dataclasses.replace(shape, candidates=document.candidates)
@@ -187,10 +206,7 @@ def _ewma(
     device: torch.device | str,
 ) -> EwmaPolicy:
     if costs is None:
-        raise ValueError(
-            "blockpilot.policy ewma needs a cost table: measure one with `sgl-graft train blockpilot` and "
-            "name it in blockpilot.costs"
-        )
+        raise ValueError(f"blockpilot.policy ewma: {NO_COSTS}")
     return EwmaPolicy(history, shape.candidates, shape.default, costs, config.probe_every, device)
 
 

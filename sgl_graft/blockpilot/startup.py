@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import BlockPilotConfig, current_config
+from ..files import check_writable
 from ..graft.calibration import read_calibration
 from ..startup_checks import check_shared
 from .costs import read_costs
@@ -48,6 +49,14 @@ def check_blockpilot(args: Any) -> BlockShape:
             )
     check_shared(args, "BLOCKPILOT")
     config = current_config().blockpilot
+    if config.tail_graft and args.disaggregation_mode != "null":
+        raise ValueError(
+            f"blockpilot.tail_graft cannot run with --disaggregation-mode {args.disaggregation_mode}: which "
+            "table a request may read is settled by its prefill, which would run on another server. Leave "
+            "it out there"
+        )
+    if config.collect is not None:
+        check_writable(config.collect, "blockpilot.collect")
     slots = args.speculative_num_draft_tokens or args.speculative_dflash_block_size
     shape = block_shape(config, trained_block(args), slots)
     _check_files(config, shape, args)

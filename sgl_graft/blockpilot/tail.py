@@ -14,7 +14,7 @@ from ..cuda_graph.successor_table import SuccessorTable, contexts_within, next_c
 from ..cuda_graph.table_update import write_successors
 from ..cuda_graph.top_successors import TopSuccessors, top_successors
 from ..cuda_graph.value_rule import ValueMaps
-from ..files import write_whole
+from ..files import write_or_warn
 from ..graft.counters import CandidateCounters
 from ..serving.request_settings import settings_of
 from .tail_rule import chain_template, chains_from_every_start, graft_tail
@@ -161,7 +161,7 @@ class TailGraft:
                 "vocab_size": self.vocab_size,
                 "rounds": self.rounds,
             }
-            write_whole(self.config.collect, json.dumps(content))
+            write_or_warn(self.config.collect, json.dumps(content), "blockpilot.collect")
 
     # ---- a prefill -------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def calibrate(
 
     from ..graft.calibrate import calibrate as run
     from ..graft.calibrate import calibrate_offline
-    from .serve import TreeSettings, embedded_draft, embedded_target
+    from .serve import TreeSettings, embedded_target, target_and_draft
 
     if recording:
         from ..cpu import tree_kernels
@@ -47,11 +47,12 @@ def calibrate(
         _print_gates(fitted)
         typer.echo(f"{output}: fitted on {fitted.rounds} rounds")
         return
+    target, draft = target_and_draft("GRAFT", target, draft)
     with Progress() as progress:
         task = progress.add_task("calibrating", total=num_prompts * max(len(prompts or ()), 1))
         fitted = run(
-            target=target or embedded_target(),
-            draft=draft or embedded_draft("GRAFT"),
+            target=target,
+            draft=draft,
             prompts=prompts or (),
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,

@@ -24,7 +24,7 @@ def calibrate_load(
     from rich.table import Table
 
     from ..graft.load_calibrate import calibrate_load as run
-    from .serve import TreeSettings, embedded_draft, embedded_target, has_cuda, tree_to_serve
+    from .serve import TreeSettings, has_cuda, target_and_draft, tree_to_serve
 
     try:
         sizes = tuple(sorted({int(size) for size in batches.split(",")}))
@@ -32,11 +32,12 @@ def calibrate_load(
         raise ValueError(f"--batches {batches}: give numbers separated by commas, such as 1,4,16") from error
     if sizes[0] < 1:
         raise ValueError(f"--batches {batches}: a batch has at least 1 request")
+    target, draft = target_and_draft("GRAFT", target, draft)
     with Progress() as progress:
         task = progress.add_task("measuring", total=sum(sizes))
         costs = run(
-            target=target or embedded_target(),
-            draft=draft or embedded_draft("GRAFT"),
+            target=target,
+            draft=draft,
             batches=sizes,
             max_new_tokens=max_new_tokens,
             tree=tree_to_serve(

@@ -160,6 +160,7 @@ def _environment() -> list[Row]:
     from ..config import CONFIG_VARIABLE, current_config
     from ..plugin import DISABLE_VARIABLE, disabled
 
+    valid = True
     rows: list[Row] = [{"name": name, "value": os.environ[name]} for name in VARIABLES if name in os.environ]
     for row in rows:
         if row["name"] == DISABLE_VARIABLE and disabled():
@@ -168,8 +169,8 @@ def _environment() -> list[Row]:
             try:
                 current_config()
             except ValueError as error:
-                row["problem"] = str(error)
-    config = "invalid" if any(row.get("problem") for row in rows) else current_config().model_dump_json()
+                row["problem"], valid = str(error), False
+    config = current_config().model_dump_json() if valid else "invalid"
     return [*rows, {"name": "configuration in effect", "value": config}]
 
 

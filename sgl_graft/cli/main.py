@@ -53,10 +53,13 @@ class LazyGroup(TyperGroup):
         return name, _load(str(name)), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """ValueError is how this project reports a user's mistake: show its message, not a traceback."""
+        """ValueError is how this project reports a user's mistake, and a server that does not start or answer
+        says why in its error: show the message, not a traceback."""
+        from ..bench.client import ServerError
+
         try:
             return super().invoke(ctx)
-        except ValueError as error:
+        except (ValueError, ServerError) as error:
             if ctx.params.get("traceback"):
                 raise
             typer.secho(f"sgl-graft: {error}", fg=typer.colors.RED, err=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from sgl_graft.graft.shape import CPU_TREE, DEFAULT_TREE
 from sgl_graft.serving.secrets import masked
 
 app = typer.Typer(add_completion=False)
@@ -31,7 +32,7 @@ class AlgorithmDefaults:
     slots: int | None = None
 
 
-_EAGLE = AlgorithmDefaults(embedded_draft="eagle3", steps=5, topk=4, slots=16)
+_EAGLE = AlgorithmDefaults(True, "eagle3", *DEFAULT_TREE)
 ALGORITHMS = {
     "none": AlgorithmDefaults(needs_draft=False),
     "EAGLE": AlgorithmDefaults(steps=5, topk=4, slots=16),
@@ -56,10 +57,9 @@ class TreeSettings:
     config: Path | None = None  # --graft-config
 
 
-# What `sgl-graft serve` builds on a CPU unless told otherwise. Every slot costs arithmetic there, and the
-# successor table makes up for draft steps: the fastest of the trees measured (docs/measurements.md, 2.3). A
-# bench compares algorithms at equal shapes and does not look here.
-CPU_TREES = {"GRAFT": TreeSettings(steps=2, topk=4, slots=8)}
+# What `sgl-graft serve` builds on a CPU unless told otherwise. A bench compares algorithms at equal shapes
+# and does not look here.
+CPU_TREES = {"GRAFT": TreeSettings(*CPU_TREE)}
 
 
 def tree_to_serve(algorithm: str, given: TreeSettings, device: str) -> TreeSettings:
@@ -96,6 +96,17 @@ def embedded_draft(algorithm: str) -> Path:
     return folder
 
 
+def target_and_draft(algorithm: str, target: Path | None, draft: Path | None) -> tuple[Path, Path]:
+    """The pair that was named, or the embedded one.
+
+    Raises:
+        ValueError: a target was named and no draft, or nothing ships for the algorithm.
+    """
+    if draft is None and target is not None:
+        raise ValueError(f"{algorithm} needs a draft trained for {target}: name it with --draft")
+    return target or embedded_target(), draft or embedded_draft(algorithm)
+
+
 def has_cuda() -> bool:
     import torch
 
@@ -123,9 +134,8 @@ def default_server_args(
     if algorithm != "none":
         args += ["--speculative-algorithm", algorithm]
         if defaults.needs_draft:
-            if draft is None and target is not None:
-                raise ValueError(f"{algorithm} needs a draft trained for {target}: name it with --draft")
-            args += ["--speculative-draft-model-path", str(draft or embedded_draft(algorithm))]
+            _, draft = target_and_draft(algorithm, target, draft)
+            args += ["--speculative-draft-model-path", str(draft)]
         args += _tree_args(defaults, tree)
     if tree.config is not None:
         args += ["--graft-config", str(tree.config)]

@@ -6,9 +6,12 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from sgl_graft.blockpilot.labels import Rule
 
 
 def train_blockpilot(
@@ -54,10 +57,9 @@ def train_blockpilot(
 
     if rule not in ("time", "accept") or recipe not in ("ours", "paper"):
         raise typer.BadParameter(f"--rule is time or accept, --recipe ours or paper, not {rule}, {recipe}")
-    from .serve import embedded_draft, embedded_target
+    from .serve import target_and_draft
 
-    target = target or embedded_target()
-    draft = draft or embedded_draft("BLOCKPILOT")
+    target, draft = target_and_draft("BLOCKPILOT", target, draft)
     default = _trained_block(draft)
     sizes = tuple(size for size in range(default - reach, default + reach + 1) if size >= 1)
     if recorded is not None:
@@ -67,6 +69,7 @@ def train_blockpilot(
         runs = _collect(
             run, target, draft, asked, sizes, default, tokens, temperature, seeds, concurrency,
             tuple(map(int, batches.split(","))), cost_prompts, cost_tokens, measure,
+            "accept" if rule == "accept" else "time",
         )  # fmt: skip
     scores = scores_of(runs, sizes)
     by_key = {prompt.key: prompt for prompt in asked}
@@ -149,6 +152,7 @@ def _collect(
     cost_prompts: int,
     cost_tokens: int,
     measure: bool,
+    rule: Rule,
 ) -> list[Any]:
     """Run what is missing on one server; nothing is started when nothing is."""
     from sgl_graft.bench.machine import machine
@@ -156,14 +160,15 @@ def _collect(
     from sgl_graft.blockpilot.collect import Collector, CollectPlan, measure_costs, read_runs
     from sgl_graft.blockpilot.costs import FILE_NAME, read_costs, write_costs
 
-    from .serve import TreeSettings, default_server_args
+    from .serve import TreeSettings, default_server_args, has_cuda
 
     plan = CollectPlan(sizes, default, tokens, temperature, seeds, concurrency)
     wanted = {(p.key, size, s) for p in prompts for size in sizes for s in plan.seed_values}
-    have = {(each.prompt, each.size, each.seed) for each in read_runs(run)}
+    known = read_runs(run, rule)
+    have = {(each.prompt, each.size, each.seed) for each in known}
     costs_path = run / FILE_NAME
     if not wanted - have and (costs_path.is_file() or not measure):
-        return [each for each in read_runs(run) if (each.prompt, each.size, each.seed) in wanted]
+        return [each for each in known if (each.prompt, each.size, each.seed) in wanted]
     run.mkdir(parents=True, exist_ok=True)
     widths = sorted({1, *sizes})
     config = run / "server.json"
@@ -182,12 +187,14 @@ def _collect(
                 batches,
                 tokens=cost_tokens,
                 machine=str(machine().get("cpu", "")),
+                device="cuda" if has_cuda() else "cpu",
                 on_done=lambda batch, size, seconds: typer.echo(
                     f"{time.strftime('%H:%M:%S')} batch {batch}, size {size}: {seconds * 1000:.1f} ms a round"
                 ),
             )
             write_costs(costs_path, table)
-        costs = read_costs(costs_path) if costs_path.is_file() else None
+        # By accept length a round counts as one, whatever it costs.
+        costs = read_costs(costs_path) if rule == "time" and costs_path.is_file() else None
         done = 0
 
         def report(each: Any) -> None:
@@ -231,10 +238,9 @@ def train_blockpilot_tail(
     """Fit the rule for where Graft-TAIL's chain begins; show how well confidence tells right from wrong."""
     from sgl_graft.blockpilot.tail_calibrate import calibrate_tail
 
-    from .serve import embedded_draft, embedded_target
+    from .serve import target_and_draft
 
-    target = target or embedded_target()
-    draft = draft or embedded_draft("BLOCKPILOT")
+    target, draft = target_and_draft("BLOCKPILOT", target, draft)
     fitted, draft_auc, table_auc = calibrate_tail(
         target,
         draft,

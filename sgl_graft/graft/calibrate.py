@@ -11,7 +11,7 @@ from ..bench.client import run_requests
 from ..bench.plan import Sampling
 from ..bench.prompts import Prompt, load_datasets, load_tokenizer
 from ..bench.server import ServerProcess
-from ..cli.serve import TreeSettings, default_server_args
+from ..cli.serve import TreeSettings, default_server_args, has_cuda
 from .calibration import Calibration, fit, write_calibration
 
 
@@ -75,6 +75,8 @@ def calibrate(
         config.write_text(json.dumps({"graft": {"collect": str(collected)}}))
         settings = TreeSettings(tree.steps, tree.topk, tree.slots, config)
         args = default_server_args("GRAFT", target=target, draft=draft, tree=settings)
+        if has_cuda():  # what a captured draft proposes cannot be counted
+            args.append("--cuda-graph-backend-decode=disabled")
         with ServerProcess("calibration", args, Path(folder) / "server.log") as server:
             server.wait_ready(timeout_s)
             run_requests(

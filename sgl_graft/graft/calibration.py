@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ..config import GraftConfig
 from ..cuda_graph.value_rule import ValueMaps
+from ..files import write_whole
 from .counters import CandidateCounters
 from .monotone import fit_rising
 from .thresholds import fit_gates, fit_to_lengths
@@ -184,6 +185,4 @@ def fit_maps(counters: dict[str, Any]) -> tuple[list, list]:
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
     """Write the file whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(calibration.model_dump(), indent=1) + "\n")
-    temporary.replace(path)
+    write_whole(path, json.dumps(calibration.model_dump(), indent=1) + "\n")

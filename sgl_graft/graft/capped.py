@@ -22,7 +22,7 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 
 from ..config import LoadCapConfig
 from ..serving.load_cap import PLAIN, Alternating, LoadCap
-from ..serving.load_costs import FILE_NAME, LoadCosts, RoundTimes, read_load_costs
+from ..serving.load_costs import FILE_NAME, LoadCosts, RoundTimes, misfit, read_load_costs
 from .plain_rounds import Waiting, catch_up, lone_roots
 from .trees import GraftVerifyInput
 
@@ -205,15 +205,10 @@ def costs_for(
         return None
     path = config.costs or beside
     costs = read_load_costs(path)
-    kind = torch.device(device).type
-    found, wanted = (costs.slots, costs.steps, costs.device), (slots, steps, kind)
-    if found == wanted:
+    why_not = misfit(costs, path, slots, steps, torch.device(device).type)
+    if why_not is None:
         return costs
-    misfit = (
-        f"load costs {path} are of {found[0]} slots, {found[1]} steps on {found[2]}; this server has "
-        f"{slots} slots, {steps} steps on {kind}"
-    )
     if config.costs is not None:
-        raise ValueError(f"{misfit}: measure them here with `sgl-graft calibrate-load`, or leave it out")
-    logger.info("%s: no load cap; `sgl-graft calibrate-load` measures them here", misfit)
+        raise ValueError(f"{why_not}: measure them here with `sgl-graft calibrate-load`, or leave it out")
+    logger.info("%s: no load cap; `sgl-graft calibrate-load` measures them here", why_not)
     return None

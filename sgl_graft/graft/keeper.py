@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ..config import TableConfig
 from ..cuda_graph.successor_table import SuccessorTable
-from .store import StoredTable, TableIdentity, forget, load_own_table, load_table, save_table
+from ..serving.ranks import Agree
+from .store import StoredTable, TableIdentity, forget, read_own_table, read_table, save_table
 
 SECONDS_PER_DAY = 86_400.0
 
@@ -26,6 +27,7 @@ class TableKeeper:
             server's own, loaded when it fits and set aside when it is damaged.
         identity: target and tokenizer the table belongs to.
         saves: whether this rank writes; all ranks hold the same table.
+        agree: rank 0 reads files, which other ranks may not have; it gives every rank what it found.
 
     Attributes:
         identity: target and tokenizer the table belongs to.
@@ -36,7 +38,13 @@ class TableKeeper:
     """
 
     def __init__(
-        self, table: SuccessorTable, config: TableConfig, identity: TableIdentity, *, saves: bool
+        self,
+        table: SuccessorTable,
+        config: TableConfig,
+        identity: TableIdentity,
+        *,
+        saves: bool,
+        agree: Agree = lambda decide: decide(),
     ) -> None:
         self._table = table
         self._config = config
@@ -46,15 +54,24 @@ class TableKeeper:
         self._writer: threading.Thread | None = None
         self._next_save = time.monotonic() + config.save_every_s
         self.began = time.time()
-        if config.path is not None:
-            self.began = load_table(table, config.path, identity)
-        elif config.save_path is not None and config.save_path.exists():
-            began = load_own_table(table, config.save_path, identity)
-            self.set_aside = int(began is None)
-            self.began = self.began if began is None else began
+        stored = agree(self._stored)
+        if stored is not None:
+            stored.copy_into(table)
+            self.began = stored.began
         self._started = time.monotonic()
         self._age_then = self._wall_age()
         self.forget_when_old()
+
+    def _stored(self) -> StoredTable | None:
+        """What the server begins with; None for an empty table."""
+        config = self._config
+        if config.path is not None:
+            return read_table(self._table, config.path, self.identity)
+        if config.save_path is None or not config.save_path.exists():
+            return None
+        stored = read_own_table(self._table, config.save_path, self.identity)
+        self.set_aside = int(stored is None)
+        return stored
 
     def _wall_age(self) -> float:
         """Seconds since the table was empty, by the wall clock; endless where that cannot be known."""

@@ -1,7 +1,7 @@
 """Calibrates a running server on its own traffic: what ``POST /graft/calibrate`` does.
 
 For some rounds every candidate is counted, as for ``sgl-graft calibrate``; then maps and thresholds that fit
-are put into use, in place, because captured graphs read these very tensors. Nothing is written to disk.
+are put into use, in place. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from ..cuda_graph.value_rule import ValueMaps
 from ..serving.ranks import Agree
-from .calibration import NUM_KNOTS, Calibration, fit
+from .calibration import Calibration, fit
 from .collect import Collector
 from .state import GraftState
 
@@ -24,7 +24,7 @@ class LiveCalibration:
         state: whose maps and thresholds are fitted.
         target: name of the target.
         agree: gives every rank what rank 0 decided.
-        fixed: whether graphs were captured, so that maps keep their shape.
+        captured: whether the draft runs as captured graphs, in which candidates cannot be counted.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class LiveCalibration:
         target: str,
         agree: Agree,
         *,
-        fixed: bool,
+        captured: bool,
     ) -> None:
         self._state = state
         self._target = target
         self._agree = agree
-        self._fixed = fixed
+        self._captured = captured
         self._collector: Collector | None = None
         self._wanted = 0
         self._fitted_on = 0
@@ -49,14 +49,14 @@ class LiveCalibration:
         """Count the next ``rounds`` verifies, a batch's being one; starts over when it was counting.
 
         Raises:
-            ValueError: the server started without a calibration and has captured graphs.
+            ValueError: the draft runs as captured graphs, whose replays show no candidates.
         """
         state = self._state
-        fitted_shape = (2, state.max_path - 1, NUM_KNOTS)
-        if self._fixed and tuple(state.maps.x.shape) != fitted_shape:
+        if self._captured:
             raise ValueError(
-                "this server's captured graphs have no room for maps of this shape: start it with one "
-                "made by `sgl-graft calibrate` at this depth, then calibrate again here"
+                "this server replays captured draft graphs, and what they propose cannot be counted: "
+                "calibrate a server that was started with --cuda-graph-backend-decode=disabled, or run "
+                "`sgl-graft calibrate`, and start this one with its file"
             )
         self._collector = Collector(state.chain, state.shape.vocab_size, state.root_buf.device)
         self._wanted = rounds
@@ -110,5 +110,5 @@ class LiveCalibration:
             state.maps.x.copy_(maps.x)
             state.maps.y.copy_(maps.y)
         else:
-            assert not self._fixed, "start() refuses where maps cannot change their shape"
+            assert not self._captured, "start() refuses where maps cannot change their shape"
             state.maps = ValueMaps(maps.x.clone(), maps.y.clone())

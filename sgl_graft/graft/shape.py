@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ..config import GraftConfig
 from ..cuda_graph.templates import assumed_rank_prior
 
+# Steps, topk and slots of a tree that nobody chose. Every slot costs arithmetic on a CPU, and the successor
+# table makes up for draft steps: the fastest of the trees measured there (docs/measurements.md, 2.3).
+DEFAULT_TREE, CPU_TREE = (5, 4, 16), (2, 4, 8)
 PAPER_DEPTH = 9  # levels of the paper's templates
 # Retrieved candidates the value rule chooses from, at least; more only add rivals that rarely come true.
 VALUE_ENVELOPE = 24

@@ -5,14 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config import GraftConfig, current_config
 from ..cuda_graph.select import MAX_DEPTH
 from ..cuda_graph.stages import paper_stage_plan
 from ..cuda_graph.successor_table import SuccessorTable
-from ..serving.load_costs import read_load_costs
+from ..files import check_writable
+from ..serving.load_costs import misfit, read_load_costs
 from ..startup_checks import check_shared
 from .calibration import read_calibration
-from .shape import GraftShape, rank_prior
+from .shape import CPU_TREE, DEFAULT_TREE, GraftShape, rank_prior
 from .store import identity_of, load_table
 
 CANNOT_COMBINE = {
@@ -49,18 +52,29 @@ def check_graft(args: Any) -> None:
             "own, and they would be emptied at different moments. Leave it out, and delete the saved table "
             "with `sgl-graft forget` when it is old enough"
         )
-    given = (
-        args.speculative_num_draft_tokens,
-        args.speculative_eagle_topk,
-        args.speculative_num_steps,
-    )
-    if None not in given:
-        slots, topk, steps = given
-        check_shape(config, GraftShape(slots=slots, topk=topk, steps=steps, num_rows=1, vocab_size=1))
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shape = _settle_tree(args, kind)
+    check_shape(config, shape)
     with_scope(config, args)
     _check_files(config, args)
+    for path, key in ((config.collect, "graft.collect"), (config.load_cap.measure, "graft.load_cap.measure")):
+        if path is not None:
+            check_writable(path, key)
     if config.load_cap.costs is not None:
-        read_load_costs(config.load_cap.costs)
+        path = config.load_cap.costs
+        why_not = misfit(read_load_costs(path), path, shape.slots, shape.steps, kind)
+        if why_not is not None:
+            raise ValueError(f"{why_not}: measure them with `sgl-graft calibrate-load`, or leave it out")
+
+
+def _settle_tree(args: Any, kind: str) -> GraftShape:
+    """Fill in what of the tree was left out: SGLang would choose a chain for most models."""
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    for name, default in zip(names, CPU_TREE if kind == "cpu" else DEFAULT_TREE, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    steps, topk, slots = (getattr(args, name) for name in names)
+    return GraftShape(slots=slots, topk=topk, steps=steps, num_rows=1, vocab_size=1)
 
 
 def with_scope(config: GraftConfig, args: Any) -> GraftConfig:

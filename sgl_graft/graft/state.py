@@ -22,7 +22,7 @@ from ..cuda_graph.successor_table import SuccessorTable, contexts_within, next_c
 from ..cuda_graph.table_update import accepted_slots, write_successors
 from ..cuda_graph.top_successors import TopSuccessors, top_successors
 from ..cuda_graph.value_rule import ValueMaps
-from ..files import write_whole
+from ..files import write_or_warn
 from .calibration import Calibration
 from .collect import Collector
 from .counters import RoundCounters
@@ -168,7 +168,7 @@ class GraftState:
             self.collector.record(*self.proposed, tokens, accept_lens)
             if self.writes_counts and self.collector.rounds % COLLECT_EVERY == 0:
                 assert self.config.collect is not None
-                write_whole(self.config.collect, json.dumps(self.collector.content()))
+                write_or_warn(self.config.collect, json.dumps(self.collector.content()), "graft.collect")
         if self.on_commit is not None:
             self.on_commit(tokens, accept_lens)
         self.follow(rows, tokens, accept_lens)

@@ -5,7 +5,7 @@ The rows hold traces of what users wrote, so files are created with mode 0600 an
 
 from __future__ import annotations
 
-import contextlib
+import glob
 import hashlib
 import logging
 import os
@@ -152,31 +152,31 @@ def load_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> fl
     return stored.began
 
 
-def load_own_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> float | None:
-    """Fill the table from a file this server saved earlier; a damaged one is set aside.
+def read_own_table(table: SuccessorTable, path: Path, identity: TableIdentity) -> StoredTable | None:
+    """Read a file this server saved earlier; None where there is none that can be used.
 
-    Returns:
-        as :func:`load_table`; None when nothing was loaded and the table is empty.
+    A damaged one is set aside, with a warning.
     """
     if not path.exists():
         return None
     try:
-        return load_table(table, path, identity)
+        return read_table(table, path, identity)
     except ValueError as error:
         aside = path.with_suffix(path.suffix + ".damaged")
-        with contextlib.suppress(FileNotFoundError):  # another rank was faster
-            path.replace(aside)
+        path.replace(aside)
         logger.warning("GRAFT starts with an empty table: %s. The file was moved to %s.", error, aside)
         return None
 
 
 def forget(path: Path) -> bool:
-    """Delete a saved table and what was set aside beside it.
+    """Delete a saved table, what was set aside beside it, and what a save that was killed left there.
 
     Returns:
         whether there was anything to delete.
     """
     files = [file for file in (path, path.with_suffix(path.suffix + ".damaged")) if file.exists()]
+    # What a save left that was killed holds the same traces.
+    files += path.parent.glob(f".{glob.escape(path.name)}.*.tmp")
     for file in files:
-        file.unlink()
+        file.unlink(missing_ok=True)
     return bool(files)

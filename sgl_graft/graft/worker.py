@@ -26,6 +26,7 @@ from ..cuda_graph.top_successors import TopSuccessors
 from ..serving.camera import Camera, on_path
 from ..serving.metrics import Reporter
 from ..serving.rank_check import rank_check
+from ..serving.ranks import from_first_rank
 from ..serving.request_counts import RequestCounts, count_slots
 from ..serving.request_settings import settings_of
 from ..serving.verify_counts import VerifyCounts
@@ -63,6 +64,7 @@ class GraftDraftWorker(stock.EagleDraftWorker):
             self.graft.config.table,
             identity_of(Path(target.model_config.model_path)),
             saves=get_parallel().tp_rank == 0,
+            agree=from_first_rank,
         )
         self.tenancy = Tenancy(
             self.graft.scope, self.graft.table.num_tables, running=lambda req: not req.finished()
@@ -165,6 +167,14 @@ class GraftWorker(CappedWorker):
         self.request_counts = RequestCounts()
         self.verifies = VerifyCounts()
         self.camera = Camera()
+
+    def init_cuda_graphs(self) -> None:
+        super().init_cuda_graphs()
+        if self.state.collector is not None and self._draft_worker.cuda_graph_runner is not None:
+            raise ValueError(
+                f"graft.collect {self.state.config.collect} counts what the draft proposes, which replays of "
+                "captured draft graphs do not show: add --cuda-graph-backend-decode=disabled"
+            )
 
     def alloc_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         super().alloc_memory_pool(*args, **kwargs)

@@ -43,8 +43,8 @@ class Control:
         if self._algorithm == "GRAFT":
             draft, state = worker.draft_worker, worker.state
             self._files = TableFiles(state, draft.keeper, from_first_rank)
-            fixed = state.root_buf.device.type != "cpu"
-            self._calibration = LiveCalibration(state, target, from_first_rank, fixed=fixed)
+            captured = draft.cuda_graph_runner is not None
+            self._calibration = LiveCalibration(state, target, from_first_rank, captured=captured)
 
     def act(self, name: str, body: Body) -> Body:
         """Do it.

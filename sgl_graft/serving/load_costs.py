@@ -8,6 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from ..files import write_or_warn
+
 FILE_NAME = "load_costs.json"
 FORMAT = 1
 MIN_ROUNDS = 8  # of one kind, before their median says anything
@@ -75,6 +77,16 @@ def read_load_costs(path: Path) -> LoadCosts:
         raise ValueError(f"load costs {path} cannot be used: {error}; {remedy}") from error
 
 
+def misfit(costs: LoadCosts, path: Path, slots: int, steps: int, kind: str) -> str | None:
+    """Why costs are not a server's own, or None; ``kind`` is the type of its device."""
+    if (costs.slots, costs.steps, costs.device) == (slots, steps, kind):
+        return None
+    return (
+        f"load costs {path} are of {costs.slots} slots, {costs.steps} steps on {costs.device}; "
+        f"this server has {slots} slots, {steps} steps on {kind}"
+    )
+
+
 class RoundTimes:
     """Collects how long rounds take, by batch and slots; one that follows something else is left out."""
 
@@ -111,6 +123,4 @@ class RoundTimes:
         costs = LoadCosts(
             slots=slots, steps=steps, accept_len=accept_len, seconds=seconds, machine=machine, device=device
         )
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(costs.model_dump(), indent=1) + "\n")
-        temporary.replace(path)
+        write_or_warn(path, json.dumps(costs.model_dump(), indent=1) + "\n", "graft.load_cap.measure")

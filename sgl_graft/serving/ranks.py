@@ -18,7 +18,7 @@ def from_first_rank(decide: Callable[[], Result]) -> Result:
     """Let rank 0 decide and give every rank its answer; every rank must call it at the same place.
 
     Raises:
-        ValueError: on every rank, when rank 0 raised it.
+        ValueError: on every rank, whatever rank 0 raised: the others wait for its answer, so it must come.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -31,8 +31,8 @@ def from_first_rank(decide: Callable[[], Result]) -> Result:
     if get_parallel().tp_rank == 0:
         try:
             outcome[0] = decide()
-        except ValueError as error:
-            outcome[1] = str(error)
+        except Exception as error:
+            outcome[1] = str(error) or type(error).__name__
     dist.broadcast_object_list(outcome, src=group.ranks[0], group=group.cpu_group)
     if outcome[1] is not None:
         raise ValueError(outcome[1])

@@ -56,18 +56,18 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         from sgl_graft import models
 
-        from .probe import make_scheduler
+        from .probe import start
 
         self.options = options
         self.target = Path(models.get("smollm2-135m-instruct"))
         self.prompts = load_prompts(self.target, options.prompts, options.longest)
         config = {"blockpilot": {"policy": "fixed"}}
-        self.scheduler = make_scheduler(
+        self.scheduler = start(
             self.target,
             options.draft,
             config,
             *("--speculative-num-draft-tokens", str(options.slots), "--max-total-tokens", "32768"),
-            *("--max-running-requests", "8", "--context-length", "4096", "--log-level", "warning"),
+            *("--context-length", "4096"),
         )
         self.worker = self.scheduler.draft_worker
         self.default = self.worker.state.shape.default
@@ -77,7 +77,9 @@ class Bench:
         self, size: int | None, prompts: list[tuple[str, list[int]]], tokens: int, concurrency: int
     ) -> dict[str, Any]:
         """Serve; figures by file and in all. ``size`` None leaves the policy to it."""
-        from .probe import make_request
+        from tests.scheduler import step
+
+        from .probe import request
 
         self.calls += 1
         scheduler = self.scheduler
@@ -89,30 +91,22 @@ class Bench:
         while waiting or live:
             while waiting and len(live) < concurrency:
                 at, (_, ids) = waiting.pop(0)
-                request = make_request(
-                    scheduler, f"{self.calls}-{at}", ids, settings, tokens, False,
+                asked = request(
+                    scheduler, f"{self.calls}-{at}", ids, settings, tokens,
                     temperature=self.options.temperature, sampling_seed=at,
                 )  # fmt: skip
-                scheduler.process_input_requests([request])
+                scheduler.process_input_requests([asked])
                 live[f"{self.calls}-{at}"] = None
-            plan = scheduler.get_next_batch_to_run(
-                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-            )
-            scheduler.running_batch = plan.running_batch
-            batch = plan.batch_to_run
-            if batch:
-                decode = batch.forward_mode.is_decode()
-                start = time.thread_time()
-                result = scheduler.run_batch(batch)
-                scheduler.process_batch_result(batch, result)
-                if decode:
-                    seconds += time.thread_time() - start
-                    rounds += 1
-                for req in batch.reqs:
-                    if req.finished():
-                        finished[req.rid] = req
-                        live.pop(req.rid, None)
-            scheduler.last_batch = batch
+            decodes = []
+            start = time.thread_time()
+            ran = step(scheduler, lambda batch, _, seen=decodes: seen.append(batch.forward_mode.is_decode()))
+            if any(decodes):
+                seconds += time.thread_time() - start
+                rounds += 1
+            for req in ran:
+                if req.finished():
+                    finished[req.rid] = req
+                    live.pop(req.rid, None)
         by_file: dict[str, list[int]] = {}
         answers = []
         for at, (name, _) in enumerate(prompts):

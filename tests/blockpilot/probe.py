@@ -12,9 +12,11 @@ import json
 import os
 import sys
 import tempfile
-from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tests.scheduler import Step, make_request, make_scheduler, serve, tokens_of
 
 B_MAX = 7
 TRAINED = 5
@@ -53,80 +55,27 @@ def build(folder: Path) -> tuple[Path, Path]:
     return target, draft
 
 
-def make_scheduler(target: Path, draft: Path, config: dict[str, Any], *flags: str) -> Any:
+def start(target: Path, draft: Path, config: dict[str, Any], *flags: str) -> Any:
     """A scheduler with the BLOCKPILOT worker; ``flags`` as on a command line."""
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import PortArgs, prepare_server_args
-
-    argv = [
-        *("--model-path", str(target), "--speculative-draft-model-path", str(draft)),
-        *("--speculative-algorithm", "BLOCKPILOT", "--graft-config", json.dumps(config)),
-        *("--device", "cpu", "--dtype", "float32", "--random-seed", "1", *flags),
-    ]
-    sys.argv = ["launch_server", *argv]
-    load_plugins()
-    args = prepare_server_args(argv)
-    args.resolve_once()
-    args.check_server_args()
-    from sglang.srt.managers import scheduler as module
-
-    ports = PortArgs.init_new(args)
-    world = module.spawn_world_rank(args, tp_rank=0, pp_rank=0)
-    module.publish(args, role="scheduler", ranks=module.SpawnRanks(world_rank=world, dp_rank=None, gpu_id=0))
-    load_plugins()
-    return module.Scheduler(args, ports)
-
-
-def make_request(
-    scheduler: Any,
-    rid: str,
-    prompt: bytes | list[int],
-    settings: dict | None,
-    tokens: int = TOKENS,
-    ignore_eos: bool = True,
-    **params: Any,
-) -> Any:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    custom = {"graft": settings} if settings else None
-    sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=ignore_eos, custom_params=custom, **params)
-    sampling.normalize(scheduler.tokenizer)
-    return TokenizedGenerateReqInput(
-        rid=rid,
-        input_text="",
-        input_ids=array("q", list(prompt)),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
+    return make_scheduler(
+        target,
+        *("--speculative-draft-model-path", str(draft)),
+        *("--speculative-algorithm", "BLOCKPILOT", "--graft-config", json.dumps(config), *flags),
     )
 
 
-def serve(scheduler: Any, requests: list[Any], each_step: Any = None) -> dict[str, list[int]]:
-    """Run the requests to their end, as the scheduler's own loop does; output tokens by request id."""
-    seen: dict[str, Any] = {}
-    scheduler.process_input_requests(requests)
-    while len(seen) < len(requests) or not all(req.finished() for req in seen.values()):
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
-        scheduler.running_batch = plan.running_batch
-        batch = plan.batch_to_run
-        if batch:
-            for req in batch.reqs:
-                seen[req.rid] = req
-            result = scheduler.run_batch(batch)
-            scheduler.process_batch_result(batch, result)
-            if each_step is not None:
-                each_step(batch, result)
-        scheduler.last_batch = batch
-    return {rid: list(req.output_ids)[:TOKENS] for rid, req in seen.items()}
+def request(
+    scheduler: Any, rid: str, prompt: Iterable[int], settings: dict | None, tokens: int, **params: Any
+) -> Any:
+    """``settings`` are what the request asks of sgl_graft."""
+    custom = {"graft": settings} if settings else None
+    return make_request(scheduler, rid, prompt, {"max_new_tokens": tokens, "custom_params": custom, **params})
+
+
+def answers(scheduler: Any, requests: list[Any], each_step: Step | None = None) -> dict[str, list[int]]:
+    """Run the requests to their end; output tokens by request id."""
+    served = serve(scheduler, requests, each_step=each_step)
+    return {rid: tokens_of(req) for rid, req in served.items()}
 
 
 class Watch:
@@ -224,13 +173,12 @@ def main(output: Path) -> None:
     replay = folder / "replay.json"
     replay.write_text(json.dumps({"random": {"seed": 11, "low": 1, "high": B_MAX}}))
     config = {"blockpilot": {"policy": "replay", "policy_file": str(replay), "widths": [B_MAX]}}
-    scheduler = make_scheduler(
+    scheduler = start(
         target,
         draft,
         config,
         *("--speculative-num-draft-tokens", str(B_MAX), "--max-total-tokens", "8192"),
-        *("--max-running-requests", "8", "--chunked-prefill-size", "32", "--disable-radix-cache"),
-        *("--log-level", "warning"),
+        *("--chunked-prefill-size", "32", "--disable-radix-cache"),
     )
     worker = scheduler.draft_worker
     sampled = {"temperature": 1.0, "top_p": 0.9}
@@ -238,20 +186,27 @@ def main(output: Path) -> None:
 
     def requests(name: str, settings: dict | None) -> list[Any]:
         return [
-            make_request(
-                scheduler, f"{name}-{kind}-{i}", prompt, settings, sampling_seed=100 + i, **kinds[kind]
+            request(
+                scheduler,
+                f"{name}-{kind}-{i}",
+                prompt,
+                settings,
+                TOKENS,
+                ignore_eos=True,
+                sampling_seed=100 + i,
+                **kinds[kind],
             )
             for kind in kinds
             for i, prompt in enumerate(PROMPTS)
         ]
 
     found: dict[str, Any] = {}
-    found["plain"] = serve(scheduler, requests("plain", {"speculate": False}))
-    found["random"] = serve(scheduler, requests("random", None))
-    found["fixed"] = serve(scheduler, requests("fixed", {"block_size": 4}))
+    found["plain"] = answers(scheduler, requests("plain", {"speculate": False}))
+    found["random"] = answers(scheduler, requests("random", None))
+    found["fixed"] = answers(scheduler, requests("fixed", {"block_size": 4}))
     status = status_of(worker)
     watch = Watch(worker)
-    found["watched"] = serve(scheduler, requests("watched", None), watch.after_step)
+    found["watched"] = answers(scheduler, requests("watched", None), watch.after_step)
     found |= {
         "alone": watch.alone,
         "cache": watch.cache,
@@ -265,7 +220,7 @@ def main(output: Path) -> None:
     worker.state.widths = torch.tensor((1, 2, 4, B_MAX))
     worker.state.width_rounds = dict.fromkeys((1, 2, 4, B_MAX), 0)
     worker.draft_model_runner.forward = watch.original
-    found["widths"] = serve(scheduler, requests("widths", None))
+    found["widths"] = answers(scheduler, requests("widths", None))
     found["rounds_by_width"] = worker.state.width_rounds
     found |= with_other_policies(scheduler, worker, requests)
     output.write_text(json.dumps(found))
@@ -317,13 +272,13 @@ def with_other_policies(scheduler: Any, worker: Any, requests: Any) -> dict[str,
             return sizes
 
     state.policy = Recorded(document, make_predictor())
-    found["mlp"] = serve(scheduler, requests("mlp", None))
+    found["mlp"] = answers(scheduler, requests("mlp", None))
     found["chosen"] = chosen
 
     costs = CostTable(seconds={1: {1: 1.0, B_MAX: 1.2}, 8: {1: 1.0, B_MAX: 4.0}})
     state.policy = EwmaPolicy(state.history, CANDIDATES, TRAINED, costs, probe_every=4)
     state.costs = costs
-    found["ewma"] = serve(scheduler, requests("ewma", None))
+    found["ewma"] = answers(scheduler, requests("ewma", None))
     state.costs = None
 
     counters = Path(tempfile.mkdtemp(prefix="graft-probe-")) / "counters.json"
@@ -331,8 +286,8 @@ def with_other_policies(scheduler: Any, worker: Any, requests: Any) -> dict[str,
     rows = worker.model_runner.req_to_token_pool.req_to_token.shape[0]
     worker.tail = TailGraft(config, ValueMaps.identity(1), B_MAX, rows, markov.VOCAB)
     worker.blockpilot.tail = worker.tail
-    found["tail"] = serve(scheduler, requests("tail", None))
-    found["tail again"] = serve(scheduler, requests("tail again", {"block_size": B_MAX}))
+    found["tail"] = answers(scheduler, requests("tail", None))
+    found["tail again"] = answers(scheduler, requests("tail again", {"block_size": B_MAX}))
     found["tail_status"] = status_of(worker)["tail"]
     found["counters"] = json.loads(counters.read_text())
     return found

@@ -84,11 +84,11 @@ def test_an_interrupted_collection_goes_on(url, tmp_path):
 
     with pytest.raises(BaseExceptionGroup):
         Collector(url, tmp_path, PLAN).collect(PROMPTS, after_four)
-    assert 4 <= len(read_runs(tmp_path)) < 10
+    assert 4 <= len(read_runs(tmp_path, "accept")) < 10
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('{"prompt": "cut o')  # a torn last line costs one run, and nothing else
     before = len(Rule.asked)
-    known = len(read_runs(tmp_path))
+    known = len(read_runs(tmp_path, "accept"))
     runs = Collector(url, tmp_path, PLAN).collect(PROMPTS, lambda run: None)
     assert len(runs) == 10 and len(Rule.asked) == before + 10 - known
     Collector(url, tmp_path, PLAN).collect(PROMPTS, lambda run: None)
@@ -102,8 +102,8 @@ def test_seeds_are_separate_runs_above_temperature_zero(url, tmp_path):
 
 
 def test_costs_are_measured_for_every_batch_and_size(url):
-    table = measure_costs(url, PROMPTS, (3, 5), (1, 2), tokens=20, machine="test")
+    table = measure_costs(url, PROMPTS, (3, 5), (1, 2), tokens=20, machine="test", device="cpu")
     assert {batch: sorted(row) for batch, row in table.seconds.items()} == {1: [1, 3, 5], 2: [1, 3, 5]}
     assert table.rounds > 0
     with pytest.raises(ValueError, match="do not fill one batch of 3"):
-        measure_costs(url, PROMPTS, (3,), (3,), tokens=20, machine="test")
+        measure_costs(url, PROMPTS, (3,), (3,), tokens=20, machine="test", device="cpu")

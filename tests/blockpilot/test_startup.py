@@ -48,8 +48,22 @@ def arguments(draft, **changed):
         "grammar_backend": None,
         "model_path": "someone/somewhere",
         "trust_remote_code": False,
+        "disaggregation_mode": "null",
     }
     return SimpleNamespace(**values | changed)
+
+
+def test_a_tail_needs_a_prefill_of_its_own(draft, use):
+    use(tail_graft=True)
+    check_blockpilot(arguments(draft, speculative_num_draft_tokens=8))
+    with pytest.raises(ValueError, match="tail_graft cannot run with --disaggregation-mode decode"):
+        check_blockpilot(arguments(draft, speculative_num_draft_tokens=8, disaggregation_mode="decode"))
+
+
+def test_a_file_that_could_not_be_written_is_refused_at_start(draft, use, tmp_path):
+    use(tail_graft=True, collect=str(tmp_path / "no" / "counters.json"))
+    with pytest.raises(ValueError, match=r"blockpilot.collect .* cannot be written"):
+        check_blockpilot(arguments(draft, speculative_num_draft_tokens=8))
 
 
 def test_slots_make_room_for_the_largest_candidate(draft, use):
@@ -224,18 +238,31 @@ def test_a_soft_capped_target_and_a_released_predictor_are_refused(tmp_path, mon
 def test_a_cost_table_of_another_kind_of_device_leaves_everyone_at_the_default(tmp_path, caplog):
     import torch
 
-    from sgl_graft.blockpilot.costs import CostTable
+    from sgl_graft.blockpilot.costs import CostTable, write_costs
     from sgl_graft.blockpilot.ewma import AcceptHistory
     from sgl_graft.blockpilot.policy_file import PolicyDocument, write_policy
-    from sgl_graft.blockpilot.setup import make_policy
+    from sgl_graft.blockpilot.setup import make_policy, usable_costs
     from sgl_graft.blockpilot.shape import block_shape
     from sgl_graft.config import BlockPilotConfig
 
     path = write_policy(tmp_path, PolicyDocument(policy="ewma", default=8, candidates=(4, 8)))
     config, history = BlockPilotConfig(), AcceptHistory(4, 8)
     for device, name in (("cuda", "fixed"), ("cpu", "ewma"), ("", "ewma")):
-        costs = CostTable(seconds={1: {1: 1.0, 8: 2.0}}, device=device)
+        file = tmp_path / "costs.json"
+        write_costs(file, CostTable(seconds={1: {1: 1.0, 8: 2.0}}, device=device))
+        costs = usable_costs(config, file, "cpu")
         shape = block_shape(config, 8, None)
         policy = make_policy(config, shape, path, history, costs, None, "", torch.device("cpu"))
         assert policy.name == name, device
-    assert "another kind of device, cuda" in caplog.text
+    assert "is of cuda, this server runs on cpu" in caplog.text
+
+
+def test_costs_of_another_device_that_were_named_are_refused(tmp_path):
+    from sgl_graft.blockpilot.costs import CostTable, write_costs
+    from sgl_graft.blockpilot.setup import usable_costs
+    from sgl_graft.config import BlockPilotConfig
+
+    file = tmp_path / "costs.json"
+    write_costs(file, CostTable(seconds={1: {1: 1.0}}, device="cuda"))
+    with pytest.raises(ValueError, match="is of cuda, this server runs on cpu"):
+        usable_costs(BlockPilotConfig(costs=file), file, "cpu")

@@ -70,19 +70,23 @@ def spoiled_draft(engine: Any, algorithm: str, spoil: Spoil) -> Iterator[None]:
         runner.forward = forward
 
 
+def fill_with_garbage(table: Any, generator: torch.Generator) -> None:
+    """Successors, tags and probabilities that are none, in every row of a successor table."""
+    table.tokens.copy_(torch.randint(-3, table.vocab_size + 40, table.tokens.shape, generator=generator))
+    probs = torch.rand(table.probs.shape, generator=generator) * 2 - 0.5
+    probs[:, ::3] = float("nan")
+    table.probs.copy_(probs)
+    table.tags.copy_(torch.randint(-1, 2**40, table.tags.shape, generator=generator))
+
+
 @contextlib.contextmanager
 def spoiled_table(engine: Any) -> Iterator[None]:
-    """Before every step the table is filled with successors, tags and probabilities that are none."""
+    """Before every step the table is filled with garbage."""
     table = engine.worker.state.table
     step, generator = engine.step, torch.Generator().manual_seed(8)
 
     def spoil_and_step(**kwargs: Any) -> Any:
-        wild = torch.randint(-3, table.vocab_size + 40, table.tokens.shape, generator=generator)
-        table.tokens.copy_(wild)
-        probs = torch.rand(table.probs.shape, generator=generator) * 2 - 0.5
-        probs[:, ::3] = float("nan")
-        table.probs.copy_(probs)
-        table.tags.copy_(torch.randint(-1, 2**40, table.tags.shape, generator=generator))
+        fill_with_garbage(table, generator)
         return step(**kwargs)
 
     engine.step = spoil_and_step

@@ -42,16 +42,9 @@ def jobs(name: str) -> list[Job]:
 def serve(engine: Any, name: str) -> dict[str, Any]:
     """Answers by kind."""
     asked = jobs(name)
-    found: dict[str, Any] = {job.rid: {"tokens": [], "finish": None} for job in asked}
-    engine.submit(asked)
-    while any(answer["finish"] is None for answer in found.values()):
-        engine.step()
-        for rid, tokens, finish, _ in engine.sent:
-            found[rid]["tokens"] += tokens
-            found[rid]["finish"] = finish
-        engine.sent.clear()
+    found = engine.answer(asked)
     engine.settle()
-    return {job.kind: found[job.rid] for job in asked}
+    return {job.kind: {part: found[job.rid][part] for part in ("tokens", "finish")} for job in asked}
 
 
 def faults_of(engine: Any, algorithm: str) -> dict[str, Any]:

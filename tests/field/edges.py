@@ -31,25 +31,10 @@ def look_at_edges(engine: Engine, answers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def serve(engine: Engine, jobs: list[Job]) -> dict[str, dict[str, Any]]:
-    """Tokens, ends and verifies of requests that run together."""
-    found = {job.rid: {"tokens": [], "finish": None, "verifies": 0} for job in jobs}
-    engine.submit(jobs)
-    while any(answer["finish"] is None for answer in found.values()):
-        engine.step()
-        for rid, tokens, finish, _ in engine.sent:
-            found[rid]["tokens"] += tokens
-            found[rid]["finish"] = finish
-        engine.sent.clear()
-    for rid, answer in found.items():
-        answer["verifies"] = engine.verifies.pop(rid, 0)
-    return found
-
-
 def last_positions(engine: Engine, answers: dict[str, Any]) -> list[dict[str, Any]]:
     """By free positions: how many tokens plain decoding wrote, how many we did, and if they are those."""
     jobs = edge_jobs()
-    found = serve(engine, jobs)
+    found = engine.answer(jobs)
     engine.settle()
     rows = []
     for job in jobs:
@@ -77,7 +62,7 @@ def cold_and_warm(engine: Engine) -> list[dict[str, int]]:
         counts = []
         for turn in ("cold", "warm"):
             job = Job(f"{turn}-{i}", "long", prompt, 48, 0, 0)
-            (answer,) = serve(engine, [job]).values()
+            (answer,) = engine.answer([job]).values()
             counts.append(answer["verifies"])
             engine.settle()
         rows.append({"cold": counts[0], "warm": counts[1], "cached": engine.cached[f"warm-{i}"]})
@@ -159,6 +144,6 @@ def starved(engine: Engine) -> dict[str, Any]:
         engine.sent.clear()
     allocator.free(held)
     engine.settle()
-    (after,) = serve(engine, [Job("after", "long", PREFIXES[0], 20, 0, 0)]).values()
+    (after,) = engine.answer([Job("after", "long", PREFIXES[0], 20, 0, 0)]).values()
     engine.settle()
     return {"finish": finish, "tokens": tokens, "after": after["tokens"]}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from array import array
 from pathlib import Path
 from typing import Any
 
-from tests.specblock.probe import make_scheduler
+from tests.scheduler import make_request, make_scheduler, step
 
 from .interleavings import KINDS, Extras, Job, Model, Scenario
 
@@ -64,25 +63,16 @@ class Engine:
             self.sent.append((rid, list(output.output_ids[i]), finish, more))
 
     def request(self, job: Job) -> Any:
-        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        params = dict(KINDS[job.kind])
+        params = dict(KINDS[job.kind]) | {"max_new_tokens": job.tokens, "sampling_seed": job.seed}
         logprobs, think = params.pop("logprobs", False), params.pop("think", False)
-        sampling = SamplingParams(max_new_tokens=job.tokens, sampling_seed=job.seed, **params)
-        sampling.normalize(self.scheduler.tokenizer)
-        return TokenizedGenerateReqInput(
-            rid=job.rid,
+        return make_request(
+            self.scheduler,
+            job.rid,
+            job.prompt,
+            params,
             input_text=job.prompt.decode("latin-1"),
-            input_ids=array("q", list(job.prompt)),
-            input_embeds=None,
-            mm_inputs=None,
-            token_type_ids=None,
-            sampling_params=sampling,
             return_logprob=logprobs,
             logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
             stream=True,
             require_reasoning=think,
         )
@@ -98,17 +88,14 @@ class Engine:
     def step(self, *, may_idle: bool = True) -> list[str]:
         """One turn of the scheduler's own loop; the ids of the requests in its batch."""
         scheduler = self.scheduler
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
-        scheduler.running_batch = plan.running_batch
-        batch = plan.batch_to_run
-        rids = [req.rid for req in batch.reqs] if batch else []
-        if batch:
-            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-        elif may_idle and not scheduler.grammar_manager.grammar_queue and not scheduler.waiting_queue:
+        rids = [req.rid for req in step(scheduler)]
+        if (
+            not rids
+            and may_idle
+            and not scheduler.grammar_manager.grammar_queue
+            and not scheduler.waiting_queue
+        ):
             scheduler.on_idle()  # the engine's own search for leaks; it raises
-        scheduler.last_batch = batch
         return rids
 
     def state_of(self, rid: str) -> str:
@@ -175,3 +162,19 @@ class Engine:
         """Let the scheduler drop its finished requests, and find all slots free or cached."""
         for _ in range(3):
             assert self.step() == []
+
+    def answer(self, jobs: list[Job]) -> dict[str, dict[str, Any]]:
+        """Tokens, ends and verifies of requests that run together, by request id."""
+        found: dict[str, dict[str, Any]] = {
+            job.rid: {"tokens": [], "finish": None, "verifies": 0} for job in jobs
+        }
+        self.submit(jobs)
+        while any(answer["finish"] is None for answer in found.values()):
+            self.step()
+            for rid, tokens, finish, _ in self.sent:
+                found[rid]["tokens"] += tokens
+                found[rid]["finish"] = finish
+            self.sent.clear()
+        for rid, answer in found.items():
+            answer["verifies"] = self.verifies.pop(rid, 0)
+        return found

@@ -68,11 +68,8 @@ def test_a_test_that_does_not_exist_is_noticed() -> None:
 
 @pytest.fixture(scope="module")
 def resolver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resolver]:
-    resolver = Resolver(tmp_path_factory.mktemp("models"))
-    yield resolver
-    assert resolver.process.stdin
-    resolver.process.stdin.close()
-    resolver.process.wait(30)
+    with Resolver(tmp_path_factory.mktemp("models")) as resolver:
+        yield resolver
 
 
 @pytest.mark.parametrize(("number", "refusal"), REFUSALS, ids=lambda value: str(value)[:60])

@@ -21,7 +21,7 @@ from sgl_graft.blockpilot.policy import read_replay
 from sgl_graft.blockpilot.policy_file import read_policy
 from sgl_graft.config import Config, load_config_text
 from sgl_graft.graft.calibration import Calibration, read_calibration, write_calibration
-from sgl_graft.graft.store import TableIdentity, load_own_table, save_table
+from sgl_graft.graft.store import TableIdentity, read_own_table, save_table
 from sgl_graft.serving.load_costs import LoadCosts, read_load_costs
 from sgl_graft.serving.request_settings import settings_of
 
@@ -117,7 +117,10 @@ def _file(folder: Path, content: bytes) -> Path:
 def _table(folder: Path, content: bytes) -> None:
     """A server's own saved table: a damaged one is set aside, and the table is then empty."""
     table = SuccessorTable.create(12, 2, context_rows=4)
-    if load_own_table(table, _file(folder, content), MINE) is None:
+    stored = read_own_table(table, _file(folder, content), MINE)
+    if stored is not None:
+        stored.copy_into(table)
+    else:
         assert int(table.tokens.max()) == -1 and float(table.probs.max()) == 0.0
 
 

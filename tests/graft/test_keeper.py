@@ -192,3 +192,23 @@ def test_what_happened_is_counted(tmp_path):
     kept.save_when_due()
     kept.wait()
     assert (kept.saves, kept.failed_saves) == (1, 1)
+
+
+def test_every_rank_begins_with_what_rank_0_read(tmp_path):
+    """Ranks on other nodes have other disks."""
+    path = tmp_path / "table"
+    saved = table()
+    saved.tokens[3, 0] = 7
+    save_table(saved, path, MINE, 1.7e9)
+    found = []
+
+    def on_first(decide):
+        found.append(decide())
+        return found[0]
+
+    first, other = table(), table()
+    config = TableConfig(save_path=path)
+    TableKeeper(first, config, MINE, saves=True, agree=on_first)
+    path.unlink()
+    follower = TableKeeper(other, config, MINE, saves=False, agree=lambda decide: found[0])
+    assert torch.equal(first.tokens, other.tokens) and follower.began == 1.7e9

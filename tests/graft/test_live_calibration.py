@@ -22,7 +22,7 @@ def state_of(rule: str = "value") -> GraftState:
 
 
 def live(state: GraftState, **options: bool) -> LiveCalibration:
-    return LiveCalibration(state, "target", lambda decide: decide(), **{"fixed": False, **options})
+    return LiveCalibration(state, "target", lambda decide: decide(), **{"captured": False, **options})
 
 
 def play(state: GraftState, rounds: int) -> None:
@@ -68,15 +68,20 @@ def test_the_start_comes_back() -> None:
     assert calibration.status()["fitted_on"] == 0
 
 
-def test_captured_graphs_keep_their_tensors() -> None:
+def test_captured_drafts_show_no_candidates() -> None:
     state = state_of()
-    with pytest.raises(ValueError, match="no room for maps of this shape"):
-        live(state, fixed=True).start(5)
+    with pytest.raises(ValueError, match="cuda-graph-backend-decode=disabled"):
+        live(state, captured=True).start(5)
+    assert not state.collecting
+
+
+def test_fitting_again_keeps_the_tensors() -> None:
+    state = state_of()
     first = live(state)
     first.start(1)
     play(state, 1)
     maps, thresholds = state.maps, state.thresholds
-    again = live(state, fixed=True)
+    again = live(state)
     again.start(2)
     play(state, 2)
     assert state.maps is maps and state.thresholds is thresholds
@@ -85,8 +90,8 @@ def test_captured_graphs_keep_their_tensors() -> None:
 def test_other_ranks_take_rank_0s_fit() -> None:
     fits = []
     first, other = state_of(), state_of()
-    on_first = LiveCalibration(first, "t", lambda decide: fits.append(decide()) or fits[-1], fixed=False)
-    on_other = LiveCalibration(other, "t", lambda decide: fits[-1], fixed=False)
+    on_first = LiveCalibration(first, "t", lambda decide: fits.append(decide()) or fits[-1], captured=False)
+    on_other = LiveCalibration(other, "t", lambda decide: fits[-1], captured=False)
     on_first.start(3)
     on_other.start(3)
     play(first, 3)

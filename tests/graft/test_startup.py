@@ -29,6 +29,7 @@ def arguments(**changed):
         "admin_api_key": None,
         "grammar_backend": None,
         "disaggregation_mode": "null",
+        "device": "cpu",
         "enable_dp_attention": False,
         "enable_lora": False,
     }
@@ -162,3 +163,43 @@ def test_ranks_do_not_empty_their_tables_by_the_clock(configured):
     check_graft(arguments())
     with pytest.raises(ValueError, match=r"retain_days 7.0 needs --tp 1.*sgl-graft forget"):
         check_graft(arguments(tp_size=2))
+
+
+@pytest.mark.parametrize(("device", "tree"), [("cpu", (2, 4, 8)), ("cuda", (5, 4, 16))])
+def test_what_is_left_out_of_the_tree_is_filled_in(configured, device, tree):
+    """SGLang would choose a chain for most models, which GRAFT refuses once the model is loaded."""
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    args = arguments(device=device, **dict.fromkeys(names))
+    check_graft(args)
+    assert tuple(getattr(args, name) for name in names) == tree
+    args = arguments(device=device, **(dict.fromkeys(names) | {names[2]: 12}))
+    check_graft(args)
+    assert tuple(getattr(args, name) for name in names) == (*tree[:2], 12)
+
+
+def test_costs_of_another_tree_are_refused_at_start(configured, tmp_path):
+    path = tmp_path / "costs.json"
+    costs = {
+        "slots": 8,
+        "steps": 2,
+        "accept_len": 2.0,
+        "device": "cpu",
+        "seconds": {"1": {"1": 1.0, "8": 1.5}},
+    }
+    path.write_text(json.dumps(costs))
+    configured(json.dumps({"graft": {"load_cap": {"costs": str(path)}}}))
+    check_graft(arguments(speculative_num_steps=2, speculative_num_draft_tokens=8))
+    with pytest.raises(ValueError, match="8 slots, 2 steps on cpu; this server has 16 slots, 5 steps"):
+        check_graft(arguments())
+
+
+@pytest.mark.parametrize("key", ["collect", "load_cap.measure"])
+def test_a_file_that_could_not_be_written_is_refused_at_start(configured, tmp_path, key):
+    section = {}
+    at = section
+    for part in key.split(".")[:-1]:
+        at = at.setdefault(part, {})
+    at[key.split(".")[-1]] = str(tmp_path / "no" / "file.json")
+    configured(json.dumps({"graft": section}))
+    with pytest.raises(ValueError, match=rf"graft.{key} .* cannot be written"):
+        check_graft(arguments())

@@ -7,7 +7,7 @@ import torch
 from sgl_graft.cuda_graph.successor_table import SuccessorTable
 
 from sgl_graft.graft import store
-from sgl_graft.graft.store import TableIdentity, forget, load_own_table, load_table, save_table
+from sgl_graft.graft.store import TableIdentity, forget, load_table, read_own_table, save_table
 
 MINE = TableIdentity(target="t", tokenizer="k")
 
@@ -61,7 +61,7 @@ def test_truncation_anywhere_is_noticed_and_set_aside(tmp_path):
         with pytest.raises(ValueError, match="cannot be read"):
             load_table(make(), path, MINE)
     table = make()
-    assert not load_own_table(table, path, MINE)
+    assert read_own_table(table, path, MINE) is None
     assert not path.exists() and path.with_suffix(".damaged").exists()
     assert int(table.tokens.max()) == -1
     forget(path)
@@ -81,3 +81,13 @@ def test_a_disk_that_fills_loses_nothing_saved_before(tmp_path, monkeypatch):
         save_table(make(), path, MINE)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["table"]
+
+
+def test_forgetting_takes_what_a_killed_save_left(tmp_path):
+    path = tmp_path / "table[1]"
+    save_table(filled(), path, MINE)
+    (tmp_path / f".{path.name}.123.tmp").write_bytes(path.read_bytes())
+    other = tmp_path / ".table1.123.tmp"
+    other.write_bytes(b"")
+    assert forget(path)
+    assert list(tmp_path.iterdir()) == [other]

@@ -14,9 +14,10 @@ import argparse
 import json
 import os
 import tempfile
-from array import array
 from pathlib import Path
 from typing import Any
+
+from tests.scheduler import make_request, make_scheduler, serve, step, tokens_of
 
 from .variants import PLAIN, SPECULATIVE, Variant
 
@@ -87,35 +88,9 @@ def folders(variant: Variant, family: str | None, scratch: Path) -> tuple[Path, 
     return target, str(models.path("smollm2-135m-instruct-eagle3"))
 
 
-def make_request(scheduler: Any, rid: str, ids: list[int], tokens: int, params: dict[str, Any]) -> Any:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    sampling = SamplingParams(max_new_tokens=tokens, **params)
-    sampling.normalize(scheduler.tokenizer)
-    return TokenizedGenerateReqInput(
-        rid=rid,
-        input_text="",
-        input_ids=array("q", ids),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
-
-
 def drain(scheduler: Any) -> None:
     """Let the scheduler drop its finished requests, then find the whole pool free."""
-    plan = scheduler.get_next_batch_to_run(
-        running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-    )
-    assert plan.batch_to_run is None
-    scheduler.running_batch, scheduler.last_batch = plan.running_batch, None
+    assert step(scheduler) == []
     assert scheduler.flush_cache(), "requests are left behind"
 
 
@@ -136,9 +111,10 @@ def cells(args: argparse.Namespace, count: int) -> list[tuple[str, str, int, int
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    from tests.specblock.probe import make_scheduler, serve
+    from tests.faults.injections import fill_with_garbage
 
     torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(8)
     variant = VARIANTS[args.variant]
     found: dict[str, Any] = json.loads(args.output.read_text()) if args.output.is_file() else {}
     prompts = tiny_prompts() if args.family else eval_prompts(args.rows)
@@ -154,10 +130,15 @@ def run(args: argparse.Namespace) -> None:
                 for row, (dataset, ids, seed) in enumerate(prompts[start : start + BATCH], start):
                     for each in SETTINGS if setting == "mixed" else (setting,):
                         tokens = args.tokens if setting == "T=0" else args.sampled_tokens
-                        params = SETTINGS[each] | {"sampling_seed": seed}
+                        params = SETTINGS[each] | {"sampling_seed": seed, "max_new_tokens": tokens}
                         rid = f"{each}|{dataset}|{row}"
-                        requests.append(make_request(scheduler, rid, ids, tokens, params))
-                found[name] = serve(scheduler, requests, at_once)
+                        requests.append(make_request(scheduler, rid, ids, params))
+                if args.garbage:
+                    fill_with_garbage(scheduler.draft_worker.state.table, generator)
+                found[name] = {
+                    rid: {"tokens": tokens_of(req), "verifies": getattr(req, "spec_verify_ct", 0)}
+                    for rid, req in serve(scheduler, requests, at_once).items()
+                }
                 drain(scheduler)
                 scratch_file = args.output.with_suffix(".tmp")
                 scratch_file.write_text(json.dumps(found))
@@ -209,6 +190,7 @@ def main() -> None:
     runner.set_defaults(do=run)
     runner.add_argument("output", type=Path)
     runner.add_argument("--variant", choices=VARIANTS, required=True)
+    runner.add_argument("--garbage", action="store_true", help="GRAFT: spoil the table before every cell")
     runner.add_argument("--family", help="a tiny target instead of the embedded model")
     runner.add_argument("--rows", type=int, default=10, help="prompts per evaluation file")
     runner.add_argument("--tokens", type=int, default=128, help="at temperature 0")

@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.serving.in_process import EVAL, make_request
+from tests.scheduler import make_request, make_scheduler
+from tests.serving.in_process import EVAL
 
-from .probe import make_scheduler, serve
+from .probe import answers
 
 SLOTS = 16
 QUARTERS = 4
@@ -51,15 +52,16 @@ def run(args: argparse.Namespace) -> None:
     found = scheduler.draft_worker.adaptation
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        serve(scheduler, [make_request(scheduler, "warm", prompts[0][1], 8, {"temperature": 0.0})], 1)
+        warm = {"temperature": 0.0, "max_new_tokens": 8}
+        answers(scheduler, [make_request(scheduler, "warm", prompts[0][1], warm)], 1)
         for number in range(args.requests):
             name, ids = prompts[number % len(prompts)]
-            params = {"temperature": 0.0, "ignore_eos": True}
+            params = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": args.tokens}
             if args.grouped:
                 params["custom_params"] = {"graft": {"group": name}}
-            request = make_request(scheduler, f"r{number}", ids, args.tokens, params)
+            request = make_request(scheduler, f"r{number}", ids, params)
             own, wall = time.process_time(), time.monotonic()
-            (answer,) = serve(scheduler, [request], 1).values()
+            (answer,) = answers(scheduler, [request], 1).values()
             rows.append(
                 {
                     "data": name,

@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .probe import make_request, make_scheduler, serve
+from tests.scheduler import make_scheduler
+
+from .probe import answers, request
 
 TOKENS = 40
 SLOTS = 16
@@ -59,19 +61,19 @@ def main(algorithm: str, setting: str) -> None:
 
     def load(name: str, tokens: int) -> dict[str, Any]:
         requests = [
-            make_request(scheduler, f"{name}{i}", prompt, tokens, {"temperature": 0.0, "ignore_eos": True})
+            request(scheduler, f"{name}{i}", prompt, tokens, {"temperature": 0.0, "ignore_eos": True})
             for i, prompt in enumerate(PROMPTS)
         ]
-        return serve(scheduler, requests, 1)
+        return answers(scheduler, requests, 1)
 
     with torch.inference_mode():
         load("warm", 8)
         timed(worker.draft_worker, "draft")
         timed(worker.draft_worker, "_draft_extend_for_decode")
         timed(worker, "verify")
-        answers = load("measured", TOKENS)
+        measured = load("measured", TOKENS)
     rounds = len(spent["verify"])
-    tokens = sum(len(a["tokens"]) - 1 for a in answers.values())  # the first of each is the prefill's
+    tokens = sum(len(a["tokens"]) - 1 for a in measured.values())  # the first of each is the prefill's
     parts = {name: 1000 * sum(times) / rounds for name, times in spent.items()}
     print(f"{algorithm} {setting}: {rounds} rounds, accept length {tokens / rounds:.2f}, CPU ms per round:")
     for name, value in parts.items():

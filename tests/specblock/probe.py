@@ -12,10 +12,11 @@ import os
 import sys
 import tempfile
 import traceback
-from array import array
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
+
+from tests.scheduler import make_request, make_scheduler, serve, tokens_of
 
 SLOTS = 12
 TEXT = "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -39,78 +40,21 @@ LOADS: dict[str, tuple[list[int], int, dict[str, Any]]] = {
 TIGHT = ("--max-total-tokens", "1024", "--chunked-prefill-size", "48", "--schedule-conservativeness", "0.05")
 
 
-def make_scheduler(target: Path, *argv: str) -> Any:
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import PortArgs, prepare_server_args
-
-    words = [
-        *("--model-path", str(target), "--device", "cpu", "--dtype", "float32", "--random-seed", "1"),
-        *("--max-running-requests", "8", "--log-level", "warning"),
-        *argv,
-    ]
-    sys.argv = ["launch_server", *words]
-    load_plugins()
-    args = prepare_server_args(words)
-    args.resolve_once()
-    args.check_server_args()
-    from sglang.srt.managers import scheduler as module
-
-    ports = PortArgs.init_new(args)
-    world = module.spawn_world_rank(args, tp_rank=0, pp_rank=0)
-    module.publish(args, role="scheduler", ranks=module.SpawnRanks(world_rank=world, dp_rank=None, gpu_id=0))
-    load_plugins()
-    return module.Scheduler(args, ports)
+def request(scheduler: Any, rid: str, prompt: bytes, length: int, params: dict[str, Any]) -> Any:
+    text = prompt.decode("latin-1")
+    return make_request(scheduler, rid, prompt, {"max_new_tokens": length, **params}, input_text=text)
 
 
-def make_request(scheduler: Any, rid: str, prompt: bytes, length: int, params: dict[str, Any]) -> Any:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    sampling = SamplingParams(max_new_tokens=length, **params)
-    sampling.normalize(scheduler.tokenizer)
-    return TokenizedGenerateReqInput(
-        rid=rid,
-        input_text=prompt.decode("latin-1"),
-        input_ids=array("q", list(prompt)),
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
-        sampling_params=sampling,
-        return_logprob=False,
-        logprob_start_len=-1,
-        top_logprobs_num=0,
-        token_ids_logprob=None,
-        stream=False,
-    )
-
-
-def serve(scheduler: Any, requests: list[Any], at_once: int) -> dict[str, dict[str, Any]]:
-    """Run the requests to their end, as the scheduler's own loop does."""
-    seen: dict[str, Any] = {}
-    waiting = list(requests)
-    while waiting or any(not req.finished() for req in seen.values()) or len(seen) < len(requests):
-        running = len(requests) - len(waiting) - sum(req.finished() for req in seen.values())
-        admitted, waiting = waiting[: at_once - running], waiting[max(0, at_once - running) :]
-        if admitted:
-            scheduler.process_input_requests(admitted)
-        plan = scheduler.get_next_batch_to_run(
-            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
-        )
-        scheduler.running_batch = plan.running_batch
-        batch = plan.batch_to_run
-        if batch:
-            for req in batch.reqs:
-                seen[req.rid] = req
-            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-        scheduler.last_batch = batch
+def answers(scheduler: Any, requests: list[Any], at_once: int) -> dict[str, dict[str, Any]]:
+    """Run the requests to their end; what each answered and met by request id."""
     return {
         rid: {
-            "tokens": list(req.output_ids)[: req.sampling_params.max_new_tokens],
+            "tokens": tokens_of(req),
             "verifies": getattr(req, "spec_verify_ct", 0),
             "cached": req.cached_tokens,
             "retracted": int(req.retraction_count),
         }
-        for rid, req in seen.items()
+        for rid, req in serve(scheduler, requests, at_once).items()
     }
 
 
@@ -230,7 +174,7 @@ def main(output: Path, config: str) -> None:
                     # Watching costs a full forward per round; the rest runs as it is served.
                     watch.worker._commit = watch.commit
                 requests = [
-                    make_request(
+                    request(
                         scheduler,
                         f"{name}-{i}",
                         LONGEST if name == "longest" else PROMPTS[i],
@@ -239,7 +183,7 @@ def main(output: Path, config: str) -> None:
                     )
                     for i, length in enumerate(lengths)
                 ]
-                found[name] = serve(scheduler, requests, at_once)
+                found[name] = answers(scheduler, requests, at_once)
         if watch is not None:
             runner = scheduler.draft_worker.draft_worker.draft_runner
             found["watch"] = {

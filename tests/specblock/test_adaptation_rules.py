@@ -190,7 +190,7 @@ def test_a_slow_fall_is_found_when_the_trial_ends() -> None:
     guard.observe([2])
     assert guard.verdict() is Verdict.FALL
     guard.undone()
-    assert guard.verdict() is Verdict.NONE and not guard.on_trial
+    assert guard.verdict() is Verdict.NONE
 
 
 # ---- messages and files ------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_segments_hold_every_answer_row_once(prompt: int, rounds: list[int], chu
         at += count
     collector.answer("unknown", *rows(0, 3))
     collector.finish("r")
-    assert collector.open_requests() == []
+    assert not collector._open
     answered = [int(t) for _, segment, _ in found for t in segment.tokens[segment.answer :]]
     total = 1 + sum(rounds)
     assert answered == list(range(prompt - 1, prompt - 1 + len(answered)))

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from sgl_graft.config import AdaptationConfig
 from sgl_graft.draft_training.vocab import DraftVocab
 from sgl_graft.specblock.adaptation import store
-from sgl_graft.specblock.adaptation.adaptation import Adaptation, Ranks
+from sgl_graft.specblock.adaptation.adaptation import AWAY, Adaptation, Ranks
 from sgl_graft.specblock.adaptation.bandit import FULL, HEAD, BanditSettings, CostAwareBandit
 from sgl_graft.specblock.adaptation.collect import Heads, Segment
 from sgl_graft.specblock.adaptation.director import MOST_STARTS, Director
@@ -312,6 +313,60 @@ def test_a_learner_that_always_dies_is_given_up(draft: SpecBlockDraft, vocab: Dr
     assert director.counts["crashed"] == MOST_STARTS and adaptation.status()["state"] == "given up"
 
 
+def follower_of(draft: SpecBlockDraft, sent: list[torch.Tensor]) -> Adaptation:
+    """Rank 1's, which receives what rank 0 sent."""
+    served = WeightArea.private(draft)
+    served.write_to(draft)
+    ranks = Ranks(1, 2, lambda tensor: tensor.copy_(sent.pop(0)))
+    return Adaptation(draft, served, ranks, None, 16, lambda _: (None, True))
+
+
+def test_ranks_begin_with_what_the_first_had_saved(draft: SpecBlockDraft, vocab: DraftVocab) -> None:
+    """Only rank 0 reads the state folder."""
+    sent: list[torch.Tensor] = []
+    other = SpecBlockDraft(draft.config)
+    other.load_state_dict(draft.state_dict())
+    _, director, _ = poisoned(draft, vocab, lambda area: None)
+    director.served.flat.mul_(1.01)
+    director.version = 3
+    ranks = Ranks(0, 2, lambda tensor: sent.append(tensor.clone()))
+    first = Adaptation(draft, director.served, ranks, director, 16, lambda _: (None, True))
+    follower = follower_of(other, sent)
+    assert first.version == follower.version == 3 and not sent
+    assert torch.equal(WeightArea.private(other).flat, WeightArea.private(draft).flat)
+
+
+def test_a_learner_that_cannot_start_costs_no_request(
+    draft: SpecBlockDraft, vocab: DraftVocab, caplog: pytest.LogCaptureFixture
+) -> None:
+    adaptation, director, _ = poisoned(draft, vocab, lambda area: None)
+
+    def start() -> Any:
+        raise OSError("Resource temporarily unavailable")
+
+    director._start_learner = start
+    for _ in range(600):
+        director.bandit.served("default", 2000, 50.0)
+        rounds(adaptation)
+    assert director.counts["crashed"] == MOST_STARTS and adaptation.status()["state"] == "given up"
+    assert "did not start" in caplog.text
+
+
+def test_a_request_id_that_is_used_again_is_another_request(draft: SpecBlockDraft, vocab: DraftVocab) -> None:
+    adaptation, _, _ = poisoned(draft, vocab, lambda area: None)
+    adaptation.labels = lambda request: (None, request.learns)
+
+    def request(learns: bool) -> Any:
+        return SimpleNamespace(rid="same", learns=learns, finished=lambda: False)
+
+    first, second = request(True), request(False)
+    assert adaptation._follow(first).learns and adaptation._follow(first).request is first
+    assert not adaptation._follow(second).learns
+    adaptation.rounds += AWAY + 1  # retracted, and aborted while it waited: nobody says so
+    adaptation._forget_finished()
+    assert not adaptation._followed
+
+
 def test_ranks_take_over_what_the_first_decides(draft: SpecBlockDraft, vocab: DraftVocab) -> None:
     """Two ranks in one process: whatever rank 0 broadcasts, rank 1 receives next."""
     sent: list[torch.Tensor] = []
@@ -319,11 +374,8 @@ def test_ranks_take_over_what_the_first_decides(draft: SpecBlockDraft, vocab: Dr
     other.load_state_dict(draft.state_dict())
     adaptation, _, _ = poisoned(draft, vocab, lambda area: area.flat.mul_(1.01))
     adaptation.ranks = Ranks(0, 2, lambda tensor: sent.append(tensor.clone()))
-    served = WeightArea.private(other)
-    served.write_to(other)
-    follower = Adaptation(
-        other, served, Ranks(1, 2, lambda t: t.copy_(sent.pop(0))), None, 16, lambda _: (None, True)
-    )
+    sent.append(torch.tensor([adaptation.version]))
+    follower = follower_of(other, sent)
     for _ in range(48):
         rounds(adaptation)
         rounds(follower)

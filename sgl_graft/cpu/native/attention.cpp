@@ -11,8 +11,9 @@
 
 namespace {
 
-constexpr int64_t KEYS = 64;           // keys per block
-constexpr int64_t VECS = KEYS / LANES; // registers per row of scores
+constexpr int64_t VECS = 4;            // registers per row of scores
+constexpr int64_t KEYS = VECS * LANES; // keys per block
+constexpr int ROWS_AT_ONCE = LANES / 4; // rows whose sums fit into the registers beside what is multiplied
 constexpr int64_t MAX_TASK_ROWS = 48;  // rows (queries x heads of a group) per task
 
 struct Scratch {
@@ -91,8 +92,8 @@ template <int DIMS, class T>
 void add_values_all(const float *weights, const T *pool, const Problem &p, const int32_t *slots, int64_t live,
                     int64_t rows, float *out) {
     int64_t r = 0;
-    for (; r + 4 <= rows; r += 4)
-        add_values<4, DIMS>(weights + r * KEYS, pool, p, slots, live, out + r * p.value_dim);
+    for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
+        add_values<ROWS_AT_ONCE, DIMS>(weights + r * KEYS, pool, p, slots, live, out + r * p.value_dim);
     for (; r < rows; r++)
         add_values<1, DIMS>(weights + r * KEYS, pool, p, slots, live, out + r * p.value_dim);
 }
@@ -155,7 +156,8 @@ void run_task(const Problem &p, const T *q, const T *k_pool, const T *v_pool, T 
         const int64_t live = std::min(KEYS, seen - first);
         load_keys(keys, p, slots + first, live, s.keys.data());
         int64_t r = 0;
-        for (; r + 4 <= rows; r += 4) score_rows<4>(&s.q[r * p.dim], s.keys.data(), p.dim, &s.scores[r * KEYS]);
+        for (; r + ROWS_AT_ONCE <= rows; r += ROWS_AT_ONCE)
+            score_rows<ROWS_AT_ONCE>(&s.q[r * p.dim], s.keys.data(), p.dim, &s.scores[r * KEYS]);
         for (; r < rows; r++) score_rows<1>(&s.q[r * p.dim], s.keys.data(), p.dim, &s.scores[r * KEYS]);
         for (r = 0; r < rows; r++) {
             float *row = &s.scores[r * KEYS];

@@ -13,12 +13,13 @@ namespace {
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_mem __attribute__((vector_size(16), aligned(4), may_alias));
 
-// Rows of x and rows of the weight that are multiplied in registers: their sums, one vector of each weight row
-// and one of x take 28 or 29 of AVX-512's 32 registers.
+// Rows of x and rows of the weight that are multiplied in registers. On AVX-512 their sums, one vector of each
+// weight row and one of x take 28 or 29 of 32 registers; elsewhere their sums, one vector of each row of x and one
+// of the weight take 16 of 16.
 #ifdef __AVX512F__
 constexpr int64_t WIDE = 6, TALL = 8; // 6 x 4, or 8 x 3 where that needs one pass over the weight instead of two
 #else
-constexpr int64_t WIDE = 2, TALL = 2;
+constexpr int64_t WIDE = 3, TALL = 3;
 #endif
 constexpr int64_t NEAR = 24576;   // bytes of x that stay in the first-level cache beside a weight group
 constexpr int64_t CHUNK = 32;     // weight rows a thread takes at a time: they stay in its second-level cache
@@ -36,16 +37,25 @@ void pack(const T *x, int64_t ldx, int64_t rows, int64_t k, float *out) {
 
 // The lane sums of four registers, as (i + 2, i + 1), then halves, always in this order.
 inline v4 sum_four(vf a, vf b, vf c, vf d) {
+#if LANES_HERE == 16
     const vi even = {0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
     const vi odd = {2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
     const vi low = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
     const vi high = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+#else
+    const vi even = {0, 8, 1, 9, 4, 12, 5, 13}, odd = {2, 10, 3, 11, 6, 14, 7, 15};
+    const vi low = {0, 1, 8, 9, 4, 5, 12, 13}, high = {2, 3, 10, 11, 6, 7, 14, 15};
+#endif
     vf ab = __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
     vf cd = __builtin_shuffle(c, d, even) + __builtin_shuffle(c, d, odd);
     vf s = __builtin_shuffle(ab, cd, low) + __builtin_shuffle(ab, cd, high);
-    v4 q[4];
+    v4 q[LANES / 4];
     memcpy(q, &s, sizeof s);
+#if LANES_HERE == 16
     return (q[0] + q[2]) + (q[1] + q[3]);
+#else
+    return q[0] + q[1];
+#endif
 }
 
 inline void store_four(float *p, v4 x) { *(v4_mem *)p = x; }
@@ -76,18 +86,29 @@ template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
         for (int n = 0; n < GROUP; n++) sum[m][n] = vf{};
-    auto step = [&](vf a, vf b, vf c, vf d) __attribute__((always_inline)) {
+    auto step = [&](auto get) __attribute__((always_inline)) {
+#ifdef __AVX512F__
+        const vf a = get(w), b = get(w + stride), c = get(w2), d = GROUP > 3 ? get(w2 + stride) : vf{};
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
             vf row = load(x + m * LANES);
-#ifdef __AVX512F__
             asm("" : "+v"(row)); // one load, not one per product: loads are the scarcer unit
-#endif
             sum[m][0] += row * a;
             sum[m][1] += row * b;
             sum[m][2] += row * c;
             if (GROUP > 3) sum[m][GROUP - 1] += row * d;
         }
+#else
+        vf row[ROWS];
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) row[m] = load(x + m * LANES);
+#pragma GCC unroll 4
+        for (int n = 0; n < GROUP; n++) {
+            const vf column = get((n < 2 ? w : w2) + n % 2 * stride);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) sum[m][n] += row[m] * column;
+        }
+#endif
         x += ROWS * LANES;
     };
     const W *end = w + p.k / LANES * LANES;
@@ -95,11 +116,9 @@ template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply
 #pragma GCC unroll 4
         for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * LINE, 0, 2);
         next += LINES * LINE;
-        step(load(w), load(w + stride), load(w2), GROUP > 3 ? load(w2 + stride) : vf{});
+        step([](const W *from) { return load(from); });
     }
-    if (const int64_t rest = p.k % LANES)
-        step(load_part(w, rest), load_part(w + stride, rest), load_part(w2, rest),
-             GROUP > 3 ? load_part(w2 + stride, rest) : vf{});
+    if (const int64_t rest = p.k % LANES) step([rest](const W *from) { return load_part(from, rest); });
     v4 bias = {};
     if (p.bias)
         for (int64_t n = 0; n < p.live; n++) bias[n] = to_float(p.bias[n]);
@@ -119,8 +138,8 @@ template <int GROUP, int LINES, class T, class W> inline void multiply_rows(int6
     switch (rows) {
     case 1: return multiply_block<1, GROUP, LINES>(p);
     case 2: return multiply_block<2, GROUP, LINES>(p);
-#ifdef __AVX512F__
     case 3: return multiply_block<3, GROUP, LINES>(p);
+#ifdef __AVX512F__
     case 4: return multiply_block<4, GROUP, LINES>(p);
     case 5: return multiply_block<5, GROUP, LINES>(p);
     case 6: return multiply_block<6, GROUP, LINES>(p);
@@ -184,9 +203,12 @@ void multiply(const T *x, int64_t ldx, const W *w, const T *bias, T *out, int64_
         // The blocks share the fetching of the next chunk: this many lines per step if there is one block.
         constexpr int lines = LANES * sizeof(W) / (LINE / 4);
         auto run = [&](auto tile) { tile(buffer, w, bias, out + top * ldo, ldo, rows, n, k, blocks); };
-        if (tall)
-            run(multiply_tile<3, lines * 3 / 4, T, W>);
-        else if (blocks == 1)
+        if constexpr (TALL > WIDE)
+            if (tall) {
+                run(multiply_tile<3, lines * 3 / 4, T, W>);
+                continue;
+            }
+        if (blocks == 1)
             run(multiply_tile<4, lines, T, W>);
         else if (blocks <= 3)
             run(multiply_tile<4, (lines + 1) / 2, T, W>);

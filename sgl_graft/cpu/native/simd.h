@@ -1,23 +1,30 @@
-// Sixteen fp32 lanes, loads and stores of fp32 and bf16, and the few functions the kernels share.
-// Written with GCC's vector extensions: one register on AVX-512, two on AVX2.
+// One register of fp32 lanes, loads and stores of fp32 and bf16, and the few functions the kernels share.
+// Written with GCC's vector extensions. A vector wider than a register would be kept in memory, at a tenth of
+// the speed, so its width is the machine's: sixteen lanes on AVX-512, eight elsewhere.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef float vf_mem __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef uint16_t vh_mem __attribute__((vector_size(32), aligned(2), may_alias));
+#ifdef __AVX512F__
+#define LANES_HERE 16
+#else
+#define LANES_HERE 8
+#endif
+
+constexpr int64_t LANES = LANES_HERE;
+
+typedef float vf __attribute__((vector_size(4 * LANES_HERE)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES_HERE)));
+typedef float vf_mem __attribute__((vector_size(4 * LANES_HERE), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES_HERE)));
+typedef uint16_t vh_mem __attribute__((vector_size(2 * LANES_HERE), aligned(2), may_alias));
 
 struct bf16 {
     uint16_t bits;
 };
-
-constexpr int64_t LANES = 16;
 
 static inline float to_float(float x) { return x; }
 
@@ -70,7 +77,7 @@ static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline float sum_lanes(vf v) {
     float t[LANES];
     store(t, v);
-    for (int width = 8; width > 0; width /= 2)
+    for (int width = LANES / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) t[i] += t[i + width];
     return t[0];
 }
@@ -85,6 +92,8 @@ static inline float max_lanes(vf v) {
 static inline bool any_lane(vi v) {
 #ifdef __AVX512F__
     return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#elif defined __AVX2__
+    return !_mm256_testz_si256((__m256i)v, (__m256i)v);
 #else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= v[i];
@@ -113,7 +122,8 @@ static inline vf vexp(vf x) {
     return x < bottom ? vf{} : out;
 }
 
-// Exchange rows and columns of sixteen registers.
+// Exchange rows and columns of as many registers as a register has lanes.
+#if LANES_HERE == 16
 static inline void transpose(vf r[LANES]) {
     vf t[LANES];
     for (int i = 0; i < 16; i += 2) { // pairs of lanes
@@ -138,3 +148,23 @@ static inline void transpose(vf r[LANES]) {
         r[j + 8] = __builtin_shuffle(a, b, (vi){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
     }
 }
+#else
+static inline void transpose(vf r[LANES]) {
+    vf t[LANES];
+    for (int i = 0; i < 8; i += 2) { // pairs of lanes
+        t[i] = __builtin_shuffle(r[i], r[i + 1], (vi){0, 8, 2, 10, 4, 12, 6, 14});
+        t[i + 1] = __builtin_shuffle(r[i], r[i + 1], (vi){1, 9, 3, 11, 5, 13, 7, 15});
+    }
+    for (int i = 0; i < 8; i += 4) // groups of four
+        for (int j = 0; j < 2; j++) {
+            vf a = t[i + j], b = t[i + j + 2];
+            r[i + j] = __builtin_shuffle(a, b, (vi){0, 1, 8, 9, 4, 5, 12, 13});
+            r[i + j + 2] = __builtin_shuffle(a, b, (vi){2, 3, 10, 11, 6, 7, 14, 15});
+        }
+    for (int j = 0; j < 4; j++) {
+        vf a = r[j], b = r[j + 4];
+        r[j] = __builtin_shuffle(a, b, (vi){0, 1, 2, 3, 8, 9, 10, 11});
+        r[j + 4] = __builtin_shuffle(a, b, (vi){4, 5, 6, 7, 12, 13, 14, 15});
+    }
+}
+#endif

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from .weights import WeightArea
 DEFAULT_DOMAIN = "default"
 OTHER_DOMAINS = "other"  # of labels beyond the limit
 HEADS_TOGETHER = 16  # verifies of one piece of evidence
+AWAY = 2048  # rounds without a request after which it is followed no longer; it may come back as a new one
 RANKS = 11  # of the wanted token in the draft's list, the last for "not in it"
 
 
@@ -50,12 +52,14 @@ class Ranks:
             self._broadcast(flat.view(torch.uint8))
 
 
-class Followed(NamedTuple):
+@dataclass
+class Followed:
     """What is known of a request in progress."""
 
     request: Any
     domain: str
     learns: bool  # it has not opted out
+    seen: int  # the last round that it took part in
 
 
 class Adaptation:
@@ -101,8 +105,8 @@ class Adaptation:
         self._began = 0.0
         if director is not None:
             self.collector = SegmentCollector(director.segments.add)
-            if director.version:
-                self._swap(director.version)
+        if saved := ranks.agree(director.version if director is not None else 0):
+            self._swap(saved)
 
     # ---- control, on every rank; rank 0 acts -----------------------------------------------------------
 
@@ -261,9 +265,14 @@ class Adaptation:
 
     def _follow(self, request: Any) -> Followed:
         known = self._followed.get(request.rid)
+        if known is not None and known.request is not request:  # a client used its id again
+            self.collector.finish(request.rid)
+            known = None
         if known is None:
             label, learns = self.labels(request)
-            known = self._followed[request.rid] = Followed(request, self._domain_of(label), learns)
+            known = Followed(request, self._domain_of(label), learns, self.rounds)
+            self._followed[request.rid] = known
+        known.seen = self.rounds
         return known
 
     def _domain_of(self, label: str | None) -> str:
@@ -275,7 +284,12 @@ class Adaptation:
         return label
 
     def _forget_finished(self) -> None:
-        gone = [rid for rid, known in self._followed.items() if known.request.finished()]
+        """Also those that were retracted and aborted while they waited, of which nobody hears again."""
+        gone = [
+            rid
+            for rid, known in self._followed.items()
+            if known.request.finished() or self.rounds - known.seen > AWAY
+        ]
         for rid in gone:
             self.collector.finish(rid)
             del self._followed[rid]

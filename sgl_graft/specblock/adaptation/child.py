@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -98,7 +99,7 @@ def _pieces(arm: str, tensors: dict[str, Tensor], prefix: str) -> list[Any]:
 def _save(header: dict[str, Any], flat: Tensor) -> None:
     try:
         store.save(Path(header["folder"]), flat, header["version"], header["base"], header["bandit"])
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk gives
         print(f"SPECBLOCK could not save adapted weights, the last saved ones are intact: {error}")
 
 

@@ -94,9 +94,6 @@ class SegmentCollector:
         if found is not None:
             self._close(found)
 
-    def open_requests(self) -> list[Hashable]:
-        return list(self._open)
-
     def clear(self) -> None:
         """Forget the requests in progress."""
         self._open.clear()

@@ -173,7 +173,8 @@ class Director:
         if not learn or not held:
             return
         job = {"job": "update", "arm": choice.arm}
-        if self._learner_running().send(
+        learner = self._learner_running()
+        if learner is not None and learner.send(
             job, pack(choice.arm, "learn", learn) | pack(choice.arm, "held", held)
         ):
             self.counts[choice.arm] += 1
@@ -268,13 +269,24 @@ class Director:
         if self._save is None:
             return
         job = {"job": "save", "version": self.version, "bandit": self.bandit.state(), **self._save}
-        if self._learner_running().send(job, {"weights": self.served.flat.clone()}):
+        learner = self._learner_running()
+        if learner is not None and learner.send(job, {"weights": self.served.flat.clone()}):
             self._unsaved = False
 
-    def _learner_running(self) -> LearnerLink:
+    def _learner_running(self) -> LearnerLink | None:
+        """The learner, started where there is none; None where the machine does not let it start."""
         if self._learner is None:
             self._starts += 1
-            self._learner = self._start_learner()
+            try:
+                self._learner = self._start_learner()
+            except OSError as error:  # no process, memory or file handle left
+                self.counts["crashed"] += 1
+                logger.warning(
+                    "SPECBLOCK's learner did not start (start %d of %d); serving goes on: %s",
+                    self._starts,
+                    MOST_STARTS,
+                    error,
+                )
         return self._learner
 
     def _note(self, choice: Choice, update: Update, outcome: str) -> None:

@@ -33,10 +33,6 @@ class AcceptGuard:
         self._before: deque[int] = deque(maxlen=BASELINE)
         self._after: list[int] | None = None
 
-    @property
-    def on_trial(self) -> bool:
-        return self._after is not None
-
     def observe(self, lengths: Iterable[int]) -> None:
         """Tokens that each verify committed, bonus included."""
         (self._before if self._after is None else self._after).extend(lengths)

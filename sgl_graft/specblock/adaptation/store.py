@@ -43,7 +43,7 @@ def check_writable(folder: Path) -> None:
 
 def save(folder: Path, flat: Tensor, version: int, base: str, bandit: dict[str, Any]) -> None:
     """Replace the file in one step, readable by this user only. `base` is the digest of the draft that was
-    adapted. Raises OSError when it cannot, and leaves the former file as it was."""
+    adapted. Raises OSError or SafetensorError when it cannot, and leaves the former file as it was."""
     facts = {"version": version, "base": base, "digest": digest_of(flat), "bandit": bandit}
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
     os.close(descriptor)

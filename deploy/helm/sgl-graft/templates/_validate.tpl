@@ -84,8 +84,8 @@ values.schema.json, which Helm checks first. */}}
 {{- $problems = append $problems (printf "state.enabled keeps GRAFT's successor table; %s has no state" $name) -}}
 {{- else if $table.save_path -}}
 {{- $problems = append $problems "state.enabled and speculative.graft.table.save_path are both set; keep one" -}}
-{{- else if or (eq (toString $table.scope) "request") (and $keys (ne (toString $table.scope) "shared")) -}}
-{{- $problems = append $problems "state.enabled would store nothing: a table is private to its request when API keys are set, unless speculative.graft.table.scope is shared (then tenants' text mixes in it)" -}}
+{{- else if or (has (toString $table.scope) (list "request" "group")) (and $keys (ne (toString $table.scope) "shared")) -}}
+{{- $problems = append $problems "state.enabled would store nothing: a table of scope request or group is private, and so is every table when API keys are set, unless speculative.graft.table.scope is shared (then tenants' text mixes in it)" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
