@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sgl_graft.cli.serve import EMBEDDED_MODEL
 from sgl_graft.cli.train_blockpilot import train_blockpilot, train_blockpilot_tail
 from sgl_graft.cli.train_dflash import train_dflash
 from sgl_graft.cli.train_inputs import target_and_data
@@ -50,7 +51,7 @@ def make_data(
 
     torch.set_num_threads(1)
     job = data.DataJob(
-        target or models.get("smollm2-135m-instruct"),
+        target or models.get(EMBEDDED_MODEL),
         output,
         tokens,
         mix,
@@ -84,7 +85,7 @@ def make_features(
     from sgl_graft import models
     from sgl_graft.draft_training.eagle3_job import compute_features
 
-    folder = target or models.get("smollm2-135m-instruct")
+    folder = target or models.get(EMBEDDED_MODEL)
 
     def report(name: str, tokens: int) -> None:
         typer.echo(f"{time.strftime('%H:%M:%S')} {name}: {tokens:,} tokens")
@@ -239,7 +240,7 @@ def simulate_draft(
 
     torch.set_num_threads(1)
     shape = simulate.TreeShape(steps, topk, slots)
-    folder = target or models.get("smollm2-135m-instruct")
+    folder = target or models.get(EMBEDDED_MODEL)
     means = simulate.measure(
         folder,
         draft,

@@ -22,19 +22,19 @@ from ..cuda_graph.eagle_tree import DraftPool, pad_pool
 from ..cuda_graph.fork import Forked, fork
 from ..cuda_graph.retrieve import Retrieved
 from ..cuda_graph.select import GraftedTree
-from ..cuda_graph.top_successors import TopSuccessors
 from ..serving.camera import Camera, on_path
 from ..serving.metrics import Reporter
 from ..serving.rank_check import rank_check
 from ..serving.ranks import from_first_rank
 from ..serving.request_counts import RequestCounts, count_slots
-from ..serving.request_settings import settings_of
 from ..serving.verify_counts import VerifyCounts
 from .calibration import load_calibration
 from .capped import CappedWorker
 from .coupled_verify import Draws, drawing
 from .early_stop import DraftLevels
 from .keeper import TableKeeper
+from .logits_tap import LogitsTap
+from .prompt_seed import observe_prompts
 from .shape import GraftShape
 from .startup import check_shape, with_scope
 from .state import GraftState
@@ -131,31 +131,12 @@ class GraftDraftWorker(stock.EagleDraftWorker):
         self, batch: Any, target_hidden_states: Any, next_token_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if not batch.forward_mode.is_idle():
-            self._observe_prompts(batch, next_token_ids)
+            observe_prompts(self.graft, self.tenancy, batch, next_token_ids, self._begun)
         return super()._draft_extend_for_prefill(batch, target_hidden_states, next_token_ids, *args, **kwargs)
 
-    def _observe_prompts(self, batch: Any, next_token_ids: torch.Tensor) -> None:
-        """Seed the table from the tokens of each request's prefill chunk, which the host holds anyway."""
-        state = self.graft
-        last_tokens = []
-        for req, prefix_len, extend_len in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            row = req.kv.req_pool_idx
-            tokens = (list(req.origin_input_ids) + list(req.output_ids))[: prefix_len + extend_len]
-            last_tokens.append([-1, *tokens][-2:])
-            start = max(prefix_len - 3, 0)  # a context row needs up to three tokens before the chunk
-            if not self.tenancy.owns(row, req):
-                settings = settings_of(req.sampling_params.custom_params)
-                state.begin(row, self.tenancy.begin(row, req, settings))
-                seed = req.sampling_params.sampling_seed
-                self.seed_buf[row] = seed_of(req.rid) if seed is None else seed
-                # What a cached prefix taught others is not this request's to read.
-                start = 0 if state.private else start
-            state.observe(row, torch.tensor(tokens[start:], dtype=torch.int64, device=self.device))
-        state.end_prefill(
-            batch.req_pool_indices,
-            torch.tensor(last_tokens, dtype=torch.int64, device=self.device),
-            next_token_ids,
-        )
+    def _begun(self, row: int, req: Any) -> None:
+        seed = req.sampling_params.sampling_seed
+        self.seed_buf[row] = seed_of(req.rid) if seed is None else seed
 
 
 class GraftWorker(CappedWorker):
@@ -194,7 +175,7 @@ class GraftWorker(CappedWorker):
         tree = RoundTree.lone_roots(rows) if plain else self._draft_worker.tree
         tokens = batch.spec_info.draft_token.view(-1, slots)
         target: Any = self._target_worker
-        tap = _LogitsTap(target, state)
+        tap = LogitsTap(target, state)
         self._target_worker: Any = tap
         try:
             with drawing(self._draws_of(batch) if state.config.verify == "coupled" else None):
@@ -248,24 +229,6 @@ class GraftWorker(CappedWorker):
         super().clear_cache_pool()
         self.state.clear()
         self._draft_worker.keeper.forgotten()
-
-
-class _LogitsTap:
-    """Stands for the target worker during one verify, and looks at its logits while they are still raw."""
-
-    best: TopSuccessors
-
-    def __init__(self, worker: Any, state: GraftState) -> None:
-        self._worker = worker
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def forward_batch_generation(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._worker.forward_batch_generation(*args, **kwargs)
-        self.best = self._state.see(output.logits_output.next_token_logits)
-        return output
 
 
 def create_state(worker: Any, target: Any) -> GraftState:

@@ -14,14 +14,12 @@ import torch
 from ..config import current_config
 from ..cuda_graph.top_successors import TopSuccessors
 from ..graft.calibration import Calibration
+from ..graft.prompt_seed import observe_prompts
 from ..graft.shape import GraftShape
 from ..graft.startup import with_scope
 from ..graft.state import GraftState
 from ..graft.tenancy import Tenancy
-from ..serving.request_settings import settings_of
 from .tree import ABSENT, Nodes
-
-CONTEXT = 3  # tokens before a chunk that its first rows of the table are keyed by
 
 
 class Grafting:
@@ -49,22 +47,7 @@ class Grafting:
 
     def observe_prompts(self, batch: Any, next_tokens: torch.Tensor) -> None:
         """Seed the table from each request's prefill chunk."""
-        state, device = self.state, next_tokens.device
-        last = []
-        for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            row = req.kv.req_pool_idx
-            tokens = (list(req.origin_input_ids) + list(req.output_ids))[: prefix + length]
-            last.append([-1, *tokens][-2:])
-            start = max(prefix - CONTEXT, 0)
-            if not self.tenancy.owns(row, req):
-                settings = settings_of(req.sampling_params.custom_params)
-                state.begin(row, self.tenancy.begin(row, req, settings))
-                # What a cached prefix taught others is not this request's to read.
-                start = 0 if state.private else start
-            state.observe(row, torch.tensor(tokens[start:], dtype=torch.int64, device=device))
-        state.end_prefill(
-            batch.req_pool_indices, torch.tensor(last, dtype=torch.int64, device=device), next_tokens
-        )
+        observe_prompts(self.state, self.tenancy, batch, next_tokens)
 
     def learn(
         self,
@@ -78,20 +61,3 @@ class Grafting:
         """Take in what one verify showed."""
         self.state.learn(rows, tokens, parents, depths, result.accept_index, best)
         self.state.commit(rows, result.next_token_ids.view(tokens.shape), result.accept_lens)
-
-
-class LogitsTap:
-    """Stands for the target worker during one verify, and looks at its logits while they are still raw."""
-
-    best: TopSuccessors
-
-    def __init__(self, worker: Any, state: GraftState) -> None:
-        self._worker, self._state = worker, state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._worker, name)
-
-    def forward_batch_generation(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._worker.forward_batch_generation(*args, **kwargs)
-        self.best = self._state.see(output.logits_output.next_token_logits)
-        return output

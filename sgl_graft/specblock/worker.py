@@ -12,12 +12,12 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_utils import get_plan_stream
 
 from ..cuda_graph.merge import FROM_DRAFT
+from ..graft.logits_tap import LogitsTap
 from ..serving.adaptation_metrics import AdaptationMetrics
 from ..serving.camera import NOT_TOLD_APART, Camera, on_path
 from ..serving.verify_counts import VerifyCounts
 from .adaptation.adaptation import Adaptation
 from .draft_worker import SpecBlockDraftWorker
-from .grafting import LogitsTap
 
 
 class SpecBlockWorker(stock.EAGLEWorkerV2):

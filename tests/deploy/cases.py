@@ -295,6 +295,10 @@ REFUSED: dict[str, tuple[Values, tuple[str, ...]]] = {
     ),
     "state-of-eagle3": (merged(GPU, STATE, speculative("EAGLE3")), ("EAGLE3 has no state",)),
     "private-state": (merged(GPU, STATE, KEY), ("would store nothing", "scope is shared")),
+    "state-of-groups": (
+        merged(GPU, STATE, speculative("GRAFT", graft={"table": {"scope": "group"}})),
+        ("would store nothing", "scope request or group"),
+    ),
     "state-of-nodes": (merged(GPU, NODES, STATE), ("state.enabled with multiNode",)),
     "tp-over-nodes": (
         merged(GPU, NODES, {"multiNode": {"nodes": 3}}),
