@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from sgl_graft import models
 from sgl_graft.bench.server import ServerProcess
 
 from . import markov
-from .kit_table import EMBEDDED, TINY, KitRun
+from .kit_table import EMBEDDED, TINY, WIDE, KitRun
 from .server import Reference, Server, Start
 from .variants import EAGLE_TREE, PLAIN, SPECULATIVE, Variant
 
@@ -62,7 +63,7 @@ def _variant_of(item: pytest.Item) -> Variant | None:
 
 def _server_order(item: pytest.Item) -> tuple[int, bool, int]:
     run, variant = _kit_of(item), _variant_of(item)
-    place = 0 if run is None or run.target == TINY else 1
+    place = 1 if run is not None and run.target == EMBEDDED else 0
     own = run is not None and run.own_server
     return place, own, SPECULATIVE.index(variant) if variant else -1
 
@@ -214,19 +215,28 @@ def embedded_server(start_server: Start, request: pytest.FixtureRequest) -> Curr
 
 @pytest.fixture(scope="session")
 def kit_server(
-    start_server: Start, tiny: dict[str, Path], tiny_server: CurrentServer, embedded_server: CurrentServer
+    start_server: Start,
+    tiny: dict[str, Path],
+    tiny_server: CurrentServer,
+    embedded_server: CurrentServer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[KitRun, Variant], Server]:
     """The server that one of upstream's test kits runs against."""
     own: dict[str, CurrentServer] = {}
+
+    @functools.cache
+    def wide(part: str) -> Path:
+        return markov.widen(tiny[part], tmp_path_factory.mktemp("wide") / part)
 
     def server_of(run: KitRun, variant: Variant) -> Server:
         if not run.own_server:
             return (tiny_server if run.target == TINY else embedded_server)(variant)
 
         def start(variant: Variant) -> Server:
-            args = (*ROOMY, *variant.args(str(tiny[variant.draft])), *run.flags)
+            folder = wide if run.target == WIDE else tiny.__getitem__
+            args = (*ROOMY, *variant.args(str(folder(variant.draft))), *run.flags)
             name = f"kit-{run.name}-{variant.name}"
-            return start_server(name, tiny["llama"], *args, OMP_NUM_THREADS="1", **run.environment)
+            return start_server(name, folder("llama"), *args, OMP_NUM_THREADS="1", **run.environment)
 
         return own.setdefault(run.name, CurrentServer(start))(variant)
 

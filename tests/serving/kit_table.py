@@ -14,6 +14,7 @@ GSM8K = "downloads the GSM8K data set; `sgl-graft bench` measures accept length 
 SEEDED = "some samples of SmolLM2 leave a field out or never end one"
 TINY = "tiny"
 EMBEDDED = "smollm2"
+WIDE = "tiny, wide"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class KitRun:
 
     Attributes:
         kit: ``module.Class`` below ``sglang.test.kits``.
-        target: the tiny target, or the embedded model where answers must make sense.
+        target: the tiny target, the same with a large vocabulary and context, which gets its own server and
+            runs under ``make soak``, or the embedded model where answers must make sense.
         settings: attributes set in the subclass, each with its reason.
         soak: tests that run under ``make soak`` only, each with its reason.
         excluded: tests that do not run, each with its reason.
@@ -46,7 +48,7 @@ class KitRun:
 
     @property
     def own_server(self) -> bool:
-        return bool(self.flags or self.environment)
+        return bool(self.flags or self.environment or self.target == WIDE)
 
     def load(self) -> type:
         module, name = self.kit.rsplit(".", 1)
@@ -102,12 +104,20 @@ KITS = (
         "spec_server_kits.SpecFeatureKit",
         target=EMBEDDED,
         soak={
-            "test_radix_attention": "400 prompts of up to thousands of tokens",
             "test_request_abort": "20 answers of 1024 tokens",
         },
         excluded={
+            "test_radix_attention": "400 prompts and 50,000 tokens would take two cores an hour; below",
             "test_constrained_decoding": "sets no length limit, and SmolLM2 never closes its object; "
-            "`SpecGrammarKit` and `JSONConstrainedMixin` run"
+            "`SpecGrammarKit` and `JSONConstrainedMixin` run",
+        },
+    ),
+    KitRun(
+        "spec_server_kits.SpecFeatureKit",
+        target=WIDE,
+        excluded={
+            "test_constrained_decoding": "as above",
+            "test_request_abort": "smollm2 above",
         },
     ),
     KitRun("spec_server_kits.SpecGrammarKit", target=EMBEDDED),
@@ -201,7 +211,8 @@ def markdown() -> str:
         "them and runs them against every speculative variant of `tests/serving/variants.py`. This page is",
         "made by `python -m tests.serving.kit_table > docs/test-kits.md`, and a test compares the two.",
         "",
-        "Targets: *tiny* is the byte-level model of `tests/serving/markov.py`; *smollm2* the embedded model,",
+        "Targets: *tiny* is the byte-level model of `tests/serving/markov.py`; *tiny, wide* the same with",
+        "the vocabulary and context that a kit presumes, on its own server; *smollm2* the embedded model,",
         "whose kits `make test` runs against the EAGLE tree and `make soak` against the other variants too.",
         "",
         "| kit | test | target | how it runs |",

@@ -9,6 +9,7 @@ embedding, so it is right wherever the disturbance did not change the choice. No
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 BOS, EOS, USER, BOT = 256, 257, 258, 259
 WRITTEN = 260  # tokens that the target writes: bytes and specials
 VOCAB = 2048  # the others are read as if they were bytes: upstream's kits send any small id
 POSITIONS = 2304
+WIDE_VOCAB, WIDE_POSITIONS = 32064, 8192  # of `widen`
 HIDDEN = 320  # above WRITTEN, so that embeddings can be orthogonal
 LAYERS = 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -199,6 +201,25 @@ def build_eagle_draft(folder: Path) -> Path:
         "intermediate_size": 64,
     }
     return _write(folder, config, weights)
+
+
+def widen(source: Path, folder: Path) -> Path:
+    """Write a model of this module with the vocabulary and the context of an upstream kit's 8B model.
+
+    The tokens beyond are read as if they were bytes, and never written, like those below them.
+    """
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vocab_size": WIDE_VOCAB, "max_position_embeddings": WIDE_POSITIONS}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    more = torch.arange(VOCAB, WIDE_VOCAB)
+    for name, tensor in weights.items():
+        if tensor.shape[0] == VOCAB:
+            rows = tensor[more % 256] if "embed" in name else tensor[more % 256] * 0
+            weights[name] = torch.cat((tensor, rows))
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 def hot_tokens(script: int = 0) -> torch.Tensor:  # [DRAFT_VOCAB + script], rising

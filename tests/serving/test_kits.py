@@ -14,7 +14,7 @@ import requests
 from sglang.test.kits.cache_hit_kit import run_multiturn_cache_hit_test
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
-from .kit_table import FUNCTIONS, KITS, KitRun, OfVariant, markdown
+from .kit_table import FUNCTIONS, KITS, WIDE, KitRun, OfVariant, markdown
 from .server import Server
 from .variants import SPECULATIVE, Variant
 
@@ -58,7 +58,8 @@ def case(run: KitRun, variant: Variant) -> type:
     }
     body |= dict.fromkeys(run.excluded)
     body |= {"kit_run": run, "variant": variant, "__module__": __name__}
-    return type(f"Test_{run.name}_{variant.name}", (run.load(), KitCase), body)
+    name = f"Test_{run.name}{'_wide' if run.target == WIDE else ''}_{variant.name}"
+    return type(name, (run.load(), KitCase), body)
 
 
 for _variant in SPECULATIVE:
