@@ -157,10 +157,11 @@ KITS = (
     KitRun(
         "json_constrained_kit.JSONConstrainedMixin",
         target=EMBEDDED,
-        soak={"test_mix_json_and_other": "40 answers of 128 tokens"},
         excluded={
             "test_json_generate": "SmolLM2 writes digits without end, so 128 tokens close no object; plain "
-            "decoding does the same"
+            "decoding does the same",
+            "test_mix_json_and_other": "half of it is that same greedy request; `test_mixed_load.py` mixes "
+            "grammars with free requests",
         },
     ),
     KitRun("regex_constrained_kit.RegexConstrainedMixin", target=EMBEDDED, seed=1),
