@@ -1,6 +1,7 @@
 """`sgl-graft`: one command per job, each imported only when it runs, so that `--help` answers at once."""
 
 import importlib
+import sys
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -55,15 +56,19 @@ class LazyGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """ValueError is how this project reports a user's mistake, and a server that does not start or answer
         says why in its error: show the message, not a traceback."""
-        from ..bench.client import ServerError
-
         try:
             return super().invoke(ctx)
-        except (ValueError, ServerError) as error:
-            if ctx.params.get("traceback"):
+        except (ValueError, RuntimeError) as error:
+            if ctx.params.get("traceback") or not _is_for_people(error):
                 raise
             typer.secho(f"sgl-graft: {error}", fg=typer.colors.RED, err=True)
             raise typer.Exit(2) from error
+
+
+def _is_for_people(error: Exception) -> bool:
+    """Importing the client takes longer than most commands; who raised its error has done so already."""
+    client = sys.modules.get("sgl_graft.bench.client")
+    return isinstance(error, ValueError) or (client is not None and isinstance(error, client.ServerError))
 
 
 app = typer.Typer(

@@ -65,3 +65,17 @@ def test_user_mistakes_end_with_a_message(tmp_path: Path) -> None:
         assert "Traceback" not in result.output
     with pytest.raises(ValueError, match="--prompts is empty"):
         CliRunner().invoke(app, ["--traceback", "bench", "--variants", "none"], catch_exceptions=False)
+
+
+def test_a_server_that_does_not_start_ends_with_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_graft.bench.client import ServerError
+    from sgl_graft.cli import doctor
+
+    def fail(*_: object) -> None:
+        raise ServerError("the server ended while it started; see server.log")
+
+    monkeypatch.setattr(doctor, "_environment", fail)
+    result = invoke("doctor")
+    assert result.exit_code == 2 and "see server.log" in result.output
+    monkeypatch.setattr(doctor, "_environment", lambda: {}["a mistake of ours"])
+    assert isinstance(invoke("doctor").exception, KeyError)
