@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <type_traits>
 #include "kernels.h"
 
 namespace {
@@ -13,13 +14,13 @@ namespace {
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_mem __attribute__((vector_size(16), aligned(4), may_alias));
 
-// Rows of x and rows of the weight that are multiplied in registers. On AVX-512 their sums, one vector of each
-// weight row and one of x take 28 or 29 of 32 registers; elsewhere their sums, one vector of each row of x and one
-// of the weight take 16 of 16.
+// Rows of x and rows of the weight that are multiplied in registers: WIDE x 4, or TALL x 3 where that needs fewer
+// passes over the weight. Their sums, one vector of each row on the shorter side and one of the other take 28 or 29
+// of 32 registers on AVX-512, 16 of 16 elsewhere.
 #ifdef __AVX512F__
-constexpr int64_t WIDE = 6, TALL = 8; // 6 x 4, or 8 x 3 where that needs one pass over the weight instead of two
+constexpr int64_t WIDE = 6, TALL = 8, TALL_ROWS = 8; // of more rows than TALL_ROWS, all blocks are wide
 #else
-constexpr int64_t WIDE = 3, TALL = 3;
+constexpr int64_t WIDE = 3, TALL = 4, TALL_ROWS = 96;
 #endif
 constexpr int64_t NEAR = 24576;   // bytes of x that stay in the first-level cache beside a weight group
 constexpr int64_t CHUNK = 32;     // weight rows a thread takes at a time: they stay in its second-level cache
@@ -71,6 +72,7 @@ template <class T, class W> struct Block {
     int64_t stride;   // from one weight row to the next; 0 repeats the row
     int64_t k;
     const char *next; // what is needed next, to be fetched meanwhile
+    int64_t fetches;  // steps that fetch LINES lines of it; more would take from the other threads
     const T *bias;    // of the group, or null
     T *out;           // [rows, ldo], `live` columns
     int64_t ldo, live;
@@ -87,37 +89,42 @@ template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply
 #pragma GCC unroll 4
         for (int n = 0; n < GROUP; n++) sum[m][n] = vf{};
     auto step = [&](auto get) __attribute__((always_inline)) {
-#ifdef __AVX512F__
-        const vf a = get(w), b = get(w + stride), c = get(w2), d = GROUP > 3 ? get(w2 + stride) : vf{};
+        // The shorter side stays in registers, the other passes by. The barriers keep a load from being repeated
+        // for every product: loads are the scarcer unit.
+        if constexpr (ROWS < GROUP && LANES == 8) {
+            vf row[ROWS];
 #pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++) {
-            vf row = load(x + m * LANES);
-            asm("" : "+v"(row)); // one load, not one per product: loads are the scarcer unit
-            sum[m][0] += row * a;
-            sum[m][1] += row * b;
-            sum[m][2] += row * c;
-            if (GROUP > 3) sum[m][GROUP - 1] += row * d;
-        }
-#else
-        vf row[ROWS];
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++) row[m] = load(x + m * LANES);
+            for (int m = 0; m < ROWS; m++) row[m] = load(x + m * LANES);
 #pragma GCC unroll 4
-        for (int n = 0; n < GROUP; n++) {
-            const vf column = get((n < 2 ? w : w2) + n % 2 * stride);
+            for (int n = 0; n < GROUP; n++) {
+                vf column = get((n < 2 ? w : w2) + n % 2 * stride);
+                asm("" : "+v"(column));
 #pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) sum[m][n] += row[m] * column;
+                for (int m = 0; m < ROWS; m++) sum[m][n] += row[m] * column;
+            }
+        } else {
+            vf column[GROUP];
+#pragma GCC unroll 4
+            for (int n = 0; n < GROUP; n++) column[n] = get((n < 2 ? w : w2) + n % 2 * stride);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) {
+                vf row = load(x + m * LANES);
+                asm("" : "+v"(row));
+#pragma GCC unroll 4
+                for (int n = 0; n < GROUP; n++) sum[m][n] += row * column[n];
+            }
         }
-#endif
         x += ROWS * LANES;
     };
-    const W *end = w + p.k / LANES * LANES;
-    for (; w < end; w += LANES, w2 += LANES) {
+    const auto whole = [](const W *from) { return load(from); };
+    const W *end = w + p.k / LANES * LANES, *fetching = std::min(end, w + p.fetches * LANES);
+    for (; w < fetching; w += LANES, w2 += LANES) {
 #pragma GCC unroll 4
         for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * LINE, 0, 2);
         next += LINES * LINE;
-        step([](const W *from) { return load(from); });
+        step(whole);
     }
+    for (; w < end; w += LANES, w2 += LANES) step(whole);
     if (const int64_t rest = p.k % LANES) step([rest](const W *from) { return load_part(from, rest); });
     v4 bias = {};
     if (p.bias)
@@ -139,8 +146,8 @@ template <int GROUP, int LINES, class T, class W> inline void multiply_rows(int6
     case 1: return multiply_block<1, GROUP, LINES>(p);
     case 2: return multiply_block<2, GROUP, LINES>(p);
     case 3: return multiply_block<3, GROUP, LINES>(p);
-#ifdef __AVX512F__
     case 4: return multiply_block<4, GROUP, LINES>(p);
+#ifdef __AVX512F__
     case 5: return multiply_block<5, GROUP, LINES>(p);
     case 6: return multiply_block<6, GROUP, LINES>(p);
     case 7: return multiply_block<7, 3, LINES>(p);
@@ -155,9 +162,11 @@ void multiply_tile(const float *packed, const W *w, const T *bias, T *out, int64
                    int64_t blocks) {
     const int64_t k_padded = (k + LANES - 1) / LANES * LANES;
     // Whole cache lines of the output: two threads that write to one line take turns at it.
-    constexpr int64_t wide = GROUP == 4 ? CHUNK : CHUNK + LANES;
+    constexpr int64_t wide = GROUP == 4 ? CHUNK : CHUNK * 3 / 2;
     static_assert(wide % GROUP == 0 && wide % LANES == 0);
     const int64_t chunks = (n + wide - 1) / wide;
+    const int64_t shares = blocks * LINES * LINE; // the blocks of a group share the fetching of the next one
+    const int64_t fetches = (GROUP * k * int64_t(sizeof(W)) + shares - 1) / shares;
     std::atomic<int64_t> taken{0};
 #pragma omp parallel
     for (int64_t chunk = taken++, following; chunk < chunks; chunk = following) {
@@ -171,9 +180,9 @@ void multiply_tile(const float *packed, const W *w, const T *bias, T *out, int64
                 const int64_t live = last - column < GROUP ? 1 : GROUP;
                 for (int64_t c = column; c < std::min(last, column + GROUP); c += live) {
                     multiply_rows<GROUP, LINES, T, W>(rows, {packed + begin * k_padded, w + c * k, live == 1 ? 0 : k, k,
-                                                          next, bias ? bias + c : nullptr, out + begin * ldo + c,
-                                                          ldo, live});
-                    next += k / LANES * LINES * LINE;
+                                                          next, fetches, bias ? bias + c : nullptr,
+                                                          out + begin * ldo + c, ldo, live});
+                    next += fetches * LINES * LINE;
                 }
             }
         }
@@ -194,26 +203,29 @@ void multiply(const T *x, int64_t ldx, const W *w, const T *bias, T *out, int64_
     }
     for (int64_t top = 0; top < m; top += TILE_ROWS) {
         const int64_t rows = std::min(TILE_ROWS, m - top);
-        const bool tall = rows > WIDE && rows <= TALL && rows * k_padded * int64_t(sizeof(float)) <= NEAR;
-        const int64_t blocks = tall ? 1 : (rows + WIDE - 1) / WIDE;
+        const bool tall = rows <= TALL_ROWS && (rows + TALL - 1) / TALL < (rows + WIDE - 1) / WIDE &&
+                          std::min(rows, TALL) * k_padded * int64_t(sizeof(float)) <= NEAR;
+        const int64_t high = tall ? TALL : WIDE, blocks = (rows + high - 1) / high;
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
             pack(x + (top + begin) * ldx, ldx, end - begin, k, buffer + begin * k_padded);
         }
-        // The blocks share the fetching of the next chunk: this many lines per step if there is one block.
+        // Cache lines that one step of a single block has to fetch; of several blocks, each has more steps than lines.
         constexpr int lines = LANES * sizeof(W) / (LINE / 4);
         auto run = [&](auto tile) { tile(buffer, w, bias, out + top * ldo, ldo, rows, n, k, blocks); };
-        if constexpr (TALL > WIDE)
-            if (tall) {
-                run(multiply_tile<3, lines * 3 / 4, T, W>);
-                continue;
-            }
-        if (blocks == 1)
-            run(multiply_tile<4, lines, T, W>);
-        else if (blocks <= 3)
-            run(multiply_tile<4, (lines + 1) / 2, T, W>);
+        auto run_group = [&](auto group) {
+            constexpr int size = decltype(group)::value, share = std::max(1, lines * size / 4);
+            if (blocks == 1)
+                run(multiply_tile<size, share, T, W>);
+            else if (blocks <= 3)
+                run(multiply_tile<size, (share + 1) / 2, T, W>);
+            else
+                run(multiply_tile<size, 1, T, W>);
+        };
+        if (tall)
+            run_group(std::integral_constant<int, 3>{});
         else
-            run(multiply_tile<4, 1, T, W>);
+            run_group(std::integral_constant<int, 4>{});
     }
 }
 

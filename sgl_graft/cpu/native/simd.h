@@ -49,8 +49,15 @@ static inline void store_one(bf16 *p, float x) {
 
 static inline vf load(const float *p) { return *(const vf_mem *)p; }
 
+// By name, as GCC widens a vector of integers in halves.
 static inline vf load(const bf16 *p) {
+#ifdef __AVX512F__
+    return (vf)((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
+#elif defined __AVX2__
+    return (vf)((vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)) << 16);
+#else
     return (vf)(__builtin_convertvector(*(const vh_mem *)p, vi) << 16);
+#endif
 }
 
 static inline void store(float *p, vf x) { *(vf_mem *)p = x; }
