@@ -59,6 +59,14 @@ inline v4 sum_four(vf a, vf b, vf c, vf d) {
 #endif
 }
 
+// In a register: the compiler would rather load it again for every product, and loads are the scarcer unit.
+inline vf keep(vf x) {
+#ifdef __AVX2__
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 inline void store_four(float *p, v4 x) { *(v4_mem *)p = x; }
 
 inline void store_four(bf16 *p, v4 x) {
@@ -89,29 +97,31 @@ template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply
 #pragma GCC unroll 4
         for (int n = 0; n < GROUP; n++) sum[m][n] = vf{};
     auto step = [&](auto get) __attribute__((always_inline)) {
-        // The shorter side stays in registers, the other passes by. The barriers keep a load from being repeated
-        // for every product: loads are the scarcer unit.
+        // The shorter side stays in registers, the other passes by.
+        auto row_at = [&](int m) { return keep(load(x + m * LANES)); };
+        auto column_at = [&](int n) {
+            const vf column = get((n < 2 ? w : w2) + n % 2 * stride);
+            return sizeof(W) == 4 ? keep(column) : column;
+        };
         if constexpr (ROWS < GROUP && LANES == 8) {
             vf row[ROWS];
 #pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) row[m] = load(x + m * LANES);
+            for (int m = 0; m < ROWS; m++) row[m] = row_at(m);
 #pragma GCC unroll 4
             for (int n = 0; n < GROUP; n++) {
-                vf column = get((n < 2 ? w : w2) + n % 2 * stride);
-                asm("" : "+v"(column));
+                const vf column = column_at(n);
 #pragma GCC unroll 8
-                for (int m = 0; m < ROWS; m++) sum[m][n] += row[m] * column;
+                for (int m = 0; m < ROWS; m++) sum[m][n] = multiply_add(row[m], column, sum[m][n]);
             }
         } else {
             vf column[GROUP];
 #pragma GCC unroll 4
-            for (int n = 0; n < GROUP; n++) column[n] = get((n < 2 ? w : w2) + n % 2 * stride);
+            for (int n = 0; n < GROUP; n++) column[n] = column_at(n);
 #pragma GCC unroll 8
             for (int m = 0; m < ROWS; m++) {
-                vf row = load(x + m * LANES);
-                asm("" : "+v"(row));
+                const vf row = row_at(m);
 #pragma GCC unroll 4
-                for (int n = 0; n < GROUP; n++) sum[m][n] += row * column[n];
+                for (int n = 0; n < GROUP; n++) sum[m][n] = multiply_add(row, column[n], sum[m][n]);
             }
         }
         x += ROWS * LANES;
@@ -214,7 +224,7 @@ void multiply(const T *x, int64_t ldx, const W *w, const T *bias, T *out, int64_
         constexpr int lines = LANES * sizeof(W) / (LINE / 4);
         auto run = [&](auto tile) { tile(buffer, w, bias, out + top * ldo, ldo, rows, n, k, blocks); };
         auto run_group = [&](auto group) {
-            constexpr int size = decltype(group)::value, share = std::max(1, lines * size / 4);
+            constexpr int size = decltype(group)::value, share = (lines * size + 3) / 4;
             if (blocks == 1)
                 run(multiply_tile<size, share, T, W>);
             else if (blocks <= 3)

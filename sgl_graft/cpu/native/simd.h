@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX2__
+#if defined __AVX2__ || defined __FMA__
 #include <immintrin.h>
 #endif
 
@@ -78,6 +78,17 @@ template <class T> static inline void store_part(T *p, vf x, int64_t count) {
 }
 
 static inline vf splat(float x) { return x - vf{}; }
+
+// a * b + c, rounded once where the processor can: left to the compiler, it would depend on the code around it.
+static inline vf multiply_add(vf a, vf b, vf c) {
+#ifdef __AVX512F__
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
 
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 
