@@ -25,6 +25,7 @@ constexpr int64_t WIDE = 3, TALL = 4, TALL_ROWS = 96;
 constexpr int64_t NEAR = 24576;   // bytes of x that stay in the first-level cache beside a weight group
 constexpr int64_t CHUNK = 32;     // weight rows a thread takes at a time: they stay in its second-level cache
 constexpr int64_t TILE_ROWS = 96; // rows of x that do so, too
+constexpr int64_t AHEAD = 64;     // elements
 constexpr int64_t LINE = 64;      // bytes of a cache line
 constexpr int64_t PROBES = 32;    // values by which an update of a weight is noticed
 
@@ -126,12 +127,15 @@ template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply
         }
         x += ROWS * LANES;
     };
+    constexpr bool near = LANES == 8 && sizeof(W) == 4; // where the loads of a step outrun the hardware's prefetching
     const auto whole = [](const W *from) { return load(from); };
     const W *end = w + p.k / LANES * LANES, *fetching = std::min(end, w + p.fetches * LANES);
     for (; w < fetching; w += LANES, w2 += LANES) {
 #pragma GCC unroll 4
         for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * LINE, 0, 2);
         next += LINES * LINE;
+        if (near) // of this group's own rows, into the first-level cache
+            for (const W *row : {w, w + stride, w2}) __builtin_prefetch(row + AHEAD);
         step(whole);
     }
     for (; w < end; w += LANES, w2 += LANES) step(whole);
