@@ -256,16 +256,7 @@ def shipped_label_prompts(target: str, num_prompts: int) -> tuple[LabelPrompt, .
     Raises:
         ValueError: no dialogues ship for this target.
     """
-    from ..draft_training.dialogues import load, shipped
+    from ..draft_training.dialogues import shipped_openings
 
-    path = shipped(target)
-    if not path.is_file():
-        raise ValueError(f"no training prompts ship for {target}: name a JSONL file with --prompts")
-    by_source: dict[str, list[LabelPrompt]] = {}
-    for dialogue in load(path).dialogues:
-        ids = tuple(dialogue.ids[: dialogue.answers[0][0]])
-        found = by_source.setdefault(dialogue.source, [])
-        found.append(LabelPrompt(f"{dialogue.source}:{len(found)}", dialogue.source, ids))
-    share = -(-num_prompts // len(by_source))
-    chosen = [prompt for source in sorted(by_source) for prompt in by_source[source][:share]]
-    return tuple(chosen[:num_prompts])
+    openings = shipped_openings(target, num_prompts)
+    return tuple(LabelPrompt(f"{source}:{number}", source, ids) for source, number, ids in openings)

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import typer
 
+from sgl_graft.embedded import EMBEDDED_MODEL
 from sgl_graft.graft.shape import CPU_TREE, DEFAULT_TREE
 from sgl_graft.serving.secrets import masked
 
 app = typer.Typer(add_completion=False)
 
-EMBEDDED_MODEL = "smollm2-135m-instruct"
 # Pool of KV tokens on a CPU, where SGLang cannot derive one from free device memory: 46 KB a token for the
 # embedded model in fp32, so 1.5 GB; room for 16 requests of 2K tokens.
 CPU_MAX_TOTAL_TOKENS = 32768

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from sgl_graft.cli.serve import EMBEDDED_MODEL
 from sgl_graft.cli.train_blockpilot import train_blockpilot, train_blockpilot_tail
 from sgl_graft.cli.train_dflash import train_dflash
 from sgl_graft.cli.train_inputs import target_and_data
 from sgl_graft.cli.train_specblock import train_specblock
+from sgl_graft.embedded import EMBEDDED_MODEL
 
 app = typer.Typer(help="Generate on-policy data and train drafts.", no_args_is_help=True)
 app.command("dflash")(train_dflash)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .serve import EMBEDDED_MODEL
+from sgl_graft.embedded import EMBEDDED_MODEL
 
 
 def target_and_data(target: Path | None, data: list[Path] | None) -> tuple[Path, tuple[Path, ...]]:

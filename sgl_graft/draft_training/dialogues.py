@@ -102,3 +102,26 @@ def load_all(paths: Iterable[Path]) -> list[Dialogue]:
 def shipped(target: str) -> Path:
     """The dialogues that ship with the package for a named target (the file may not exist)."""
     return Path(str(resources.files("sgl_graft"))) / "drafts" / "dialogues" / f"{target}{SUFFIX}"
+
+
+def shipped_openings(
+    target: str, count: int, *, newest: bool = False
+) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Prompts of the shipped dialogues, an equal share of every source: (source, number in it, token ids).
+
+    Args:
+        newest: those added last, which a draft trained before has not seen.
+
+    Raises:
+        ValueError: no dialogues ship for this target.
+    """
+    path = shipped(target)
+    if not path.is_file():
+        raise ValueError(f"no training prompts ship for {target}: name a JSONL file with --prompts")
+    by_source: dict[str, list[tuple[str, int, tuple[int, ...]]]] = {}
+    for dialogue in load(path).dialogues:
+        found = by_source.setdefault(dialogue.source, [])
+        found.append((dialogue.source, len(found), tuple(dialogue.ids[: dialogue.answers[0][0]])))
+    share = -(-count // len(by_source))
+    ends = slice(-share, None) if newest else slice(share)
+    return [opening for source in sorted(by_source) for opening in by_source[source][ends]][:count]

@@ -18,8 +18,6 @@ from typing import Annotated, Any
 
 import typer
 
-MODEL = "smollm2-135m-instruct"
-
 
 @dataclass(frozen=True)
 class Variant:

