@@ -13,10 +13,14 @@ from .payloads import FILTERS, PROMPTS, accept_length, check, check_all, request
 from .server import Reference, Server, Start
 from .variants import Variant
 
-WORKERS = (Variant("eagle", "EAGLE", (4, 2, 8)), Variant("standalone", "STANDALONE", (3, 2, 6)))
+WORKERS = (
+    # The worker that the `tree` variant runs, too.
+    pytest.param(Variant("eagle", "EAGLE", (4, 2, 8)), marks=pytest.mark.soak, id="eagle"),
+    pytest.param(Variant("standalone", "STANDALONE", (3, 2, 6)), id="standalone"),
+)
 
 
-@pytest.fixture(scope="module", params=WORKERS, ids=lambda worker: worker.name)
+@pytest.fixture(scope="module", params=WORKERS)
 def server(
     request: pytest.FixtureRequest,
     start_server: Start,
