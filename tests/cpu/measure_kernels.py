@@ -8,11 +8,14 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from sgl_graft.cpu import attention_native, kernels
+from sgl_graft.cpu import attention_native, kernels, narrow
 from sgl_graft.cpu.attention_plan import uniform_plan
 
 LAYERS = ((3072, 576), (576, 1536), (49152, 576))  # rows and columns of the embedded model's weights
 ROWS = (1, 2, 4, 8, 16, 64, 512)
+LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # the products of one of its 30 layers
+HEAD = (49152, 576)
+MODEL_ROWS = (1, 4, 8, 16, 64)
 BATCHES = (
     (8, 1, 500),
     (8, 8, 500),
@@ -47,6 +50,25 @@ def products() -> None:
             )
 
 
+def whole_model() -> None:
+    """All products of the embedded model in turn, so that every weight comes from memory."""
+    weights = [torch.randn(shape).bfloat16().float() for shape in (*LAYER * 30, HEAD)]
+    copies = [weight.bfloat16() for weight in weights]
+    inputs = {width: torch.randn(max(MODEL_ROWS), width) for width in {weight.shape[1] for weight in weights}}
+
+    def wide(rows: int) -> None:
+        for weight in weights:
+            kernels.linear(inputs[weight.shape[1]][:rows], weight)
+
+    def narrowed(rows: int) -> None:
+        for weight, copy in zip(weights, copies, strict=True):
+            narrow.linear(inputs[weight.shape[1]][:rows], weight, copy)
+
+    for name, run in {"fp32": wide, "bf16 copies": narrowed}.items():
+        times = {rows: 1e3 * fastest(lambda rows=rows, run=run: run(rows), 5) for rows in MODEL_ROWS}
+        print(f"whole model, {name}, ms:", {rows: round(ms, 1) for rows, ms in times.items()}, flush=True)
+
+
 def attentions() -> None:
     for batch, queries, prefix in BATCHES:
         length = prefix + queries
@@ -64,4 +86,5 @@ def attentions() -> None:
 
 if __name__ == "__main__":
     products()
+    whole_model()
     attentions()

@@ -98,7 +98,7 @@ template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply
 #pragma GCC unroll 4
         for (int n = 0; n < GROUP; n++) sum[m][n] = vf{};
     auto step = [&](auto get) __attribute__((always_inline)) {
-        // The shorter side stays in registers, the other passes by.
+        // The shorter side stays in registers, the other passes by (on AVX-512, with some to spare, always the rows).
         auto row_at = [&](int m) { return keep(load(x + m * LANES)); };
         auto column_at = [&](int n) {
             const vf column = get((n < 2 ? w : w2) + n % 2 * stride);
@@ -134,7 +134,7 @@ template <int ROWS, int GROUP, int LINES, class T, class W> inline void multiply
 #pragma GCC unroll 4
         for (int i = 0; i < LINES; i++) __builtin_prefetch(next + i * LINE, 0, 2);
         next += LINES * LINE;
-        if (near) // of this group's own rows, into the first-level cache
+        if (near) // three of the group's rows, into the first-level cache; more did not pay
             for (const W *row : {w, w + stride, w2}) __builtin_prefetch(row + AHEAD);
         step(whole);
     }
@@ -160,7 +160,7 @@ template <int GROUP, int LINES, class T, class W> inline void multiply_rows(int6
     case 1: return multiply_block<1, GROUP, LINES>(p);
     case 2: return multiply_block<2, GROUP, LINES>(p);
     case 3: return multiply_block<3, GROUP, LINES>(p);
-    case 4: return multiply_block<4, GROUP, LINES>(p);
+    case 4: return multiply_block<4, LANES == 8 ? 3 : GROUP, LINES>(p); // never wide where WIDE is 3
 #ifdef __AVX512F__
     case 5: return multiply_block<5, GROUP, LINES>(p);
     case 6: return multiply_block<6, GROUP, LINES>(p);
@@ -175,7 +175,7 @@ template <int GROUP, int LINES, class T, class W>
 void multiply_tile(const float *packed, const W *w, const T *bias, T *out, int64_t ldo, int64_t m, int64_t n, int64_t k,
                    int64_t blocks) {
     const int64_t k_padded = (k + LANES - 1) / LANES * LANES;
-    // Whole cache lines of the output: two threads that write to one line take turns at it.
+    // Whole cache lines of fp32 output: two threads that write to one line take turns at it.
     constexpr int64_t wide = GROUP == 4 ? CHUNK : CHUNK * 3 / 2;
     static_assert(wide % GROUP == 0 && wide % LANES == 0);
     const int64_t chunks = (n + wide - 1) / wide;
@@ -224,7 +224,7 @@ void multiply(const T *x, int64_t ldx, const W *w, const T *bias, T *out, int64_
             const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
             pack(x + (top + begin) * ldx, ldx, end - begin, k, buffer + begin * k_padded);
         }
-        // Cache lines that one step of a single block has to fetch; of several blocks, each has more steps than lines.
+        // Cache lines that one step of a single block has to fetch; of several blocks, each has at least the steps it needs.
         constexpr int lines = LANES * sizeof(W) / (LINE / 4);
         auto run = [&](auto tile) { tile(buffer, w, bias, out + top * ldo, ldo, rows, n, k, blocks); };
         auto run_group = [&](auto group) {

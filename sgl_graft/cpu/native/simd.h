@@ -79,7 +79,7 @@ template <class T> static inline void store_part(T *p, vf x, int64_t count) {
 
 static inline vf splat(float x) { return x - vf{}; }
 
-// a * b + c, rounded once where the processor can: left to the compiler, it would depend on the code around it.
+// a * b + c, rounded once with AVX-512 or FMA3: left to the compiler, it would depend on the code around it.
 static inline vf multiply_add(vf a, vf b, vf c) {
 #ifdef __AVX512F__
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
