@@ -11,7 +11,7 @@ from torch.nn import functional
 from sgl_graft.cpu import attention_native, kernels, narrow
 from sgl_graft.cpu.attention_plan import uniform_plan
 
-LAYERS = ((3072, 576), (576, 1536), (49152, 576))  # rows and columns of the embedded model's weights
+SHAPES = ((3072, 576), (576, 1536), (49152, 576))  # rows and columns of the embedded model's weights
 ROWS = (1, 2, 4, 8, 16, 64, 512)
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # the products of one of its 30 layers
 HEAD = (49152, 576)
@@ -37,7 +37,7 @@ def fastest(run: Callable[[], object], times: int = 8) -> float:
 
 
 def products() -> None:
-    for n, k in LAYERS:
+    for n, k in SHAPES:
         weight = torch.randn(n, k)
         for rows in ROWS:
             x = torch.randn(rows, k)

@@ -14,18 +14,19 @@ namespace {
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4_mem __attribute__((vector_size(16), aligned(4), may_alias));
 
+constexpr int64_t TILE_ROWS = 96; // rows of x that stay in a thread's second-level cache beside a chunk of the weight
+
 // Rows of x and rows of the weight that are multiplied in registers: WIDE x 4, or TALL x 3 where that needs fewer
 // passes over the weight. Their sums, one vector of each row on the shorter side and one of the other take 28 or 29
 // of 32 registers on AVX-512, 16 of 16 elsewhere.
 #ifdef __AVX512F__
 constexpr int64_t WIDE = 6, TALL = 8, TALL_ROWS = 8; // of more rows than TALL_ROWS, all blocks are wide
 #else
-constexpr int64_t WIDE = 3, TALL = 4, TALL_ROWS = 96;
+constexpr int64_t WIDE = 3, TALL = 4, TALL_ROWS = TILE_ROWS;
 #endif
 constexpr int64_t NEAR = 24576;   // bytes of x that stay in the first-level cache beside a weight group
 constexpr int64_t CHUNK = 32;     // weight rows a thread takes at a time: they stay in its second-level cache
-constexpr int64_t TILE_ROWS = 96; // rows of x that do so, too
-constexpr int64_t AHEAD = 64;     // elements
+constexpr int64_t AHEAD = 64;     // elements from a product's place in a weight row to what is fetched of the row
 constexpr int64_t LINE = 64;      // bytes of a cache line
 constexpr int64_t PROBES = 32;    // values by which an update of a weight is noticed
 
